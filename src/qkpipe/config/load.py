@@ -1,0 +1,233 @@
+"""Reads a study's YAML, resolves arms into run configs, and turns every mistake into one line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from qkpipe.config.models import ArmConfig, RunConfig, ScaleConfig, StudyConfig
+from qkpipe.errors import BadInput
+
+DEFAULT_CONFIG = Path("workflow/config")
+
+
+@dataclass(frozen=True)
+class RunKey:
+    """A requested run."""
+
+    arm: str
+    seed: int
+
+
+class Study:
+    """A study: its config, its arms, and the runs they resolve to.
+
+    ``folder`` holds ``study.yaml`` and ``arms.yaml``; ``scale`` overrides the default scale.
+    """
+
+    def __init__(self, folder: Path = DEFAULT_CONFIG, scale: str | None = None) -> None:
+        self.folder = Path(folder)
+        self.config = _validated(StudyConfig, self.folder / "study.yaml", _read(self.folder / "study.yaml"))
+        self.arms: dict[str, ArmConfig] = {}
+        arms_file = self.folder / "arms.yaml"
+        for name, body in _read(arms_file).items():
+            self.arms[str(name)] = _validated(ArmConfig, arms_file, body or {}, prefix=str(name))
+        self.scale = _known(scale or self.config.scale, self.config.scales, self.folder / "study.yaml", "scale")
+        self._check_names()
+
+    @property
+    def scale_config(self) -> ScaleConfig:
+        return self.config.scales[self.scale]
+
+    @cached_property
+    def runnable(self) -> list[str]:
+        """Arms that can be run, in file order."""
+        return [name for name, arm in self.arms.items() if not arm.abstract]
+
+    def resolve(self, arm: str, seed: int) -> RunConfig:
+        """The full config of one run; every mistake is one :class:`BadInput` line, before any work."""
+        arms_file = self.folder / "arms.yaml"
+        _known(arm, self.runnable, arms_file, "arm")
+        scale = self.scale_config
+        merged: dict[str, Any] = {
+            key: getattr(scale, key).model_dump(exclude_unset=True)
+            for key in ("model", "attention", "optimizer", "train")
+        }
+        for ancestor in self._lineage(arm):
+            _merge(merged, ancestor.model_dump(exclude_unset=True, exclude={"extends", "abstract"}))
+        own = self.arms[arm]
+        merged |= {
+            "scale": self.scale,
+            "arm": arm,
+            "seed": seed,
+            "description": own.description,
+            "group": own.group,
+            "twin": own.twin,
+            "corpus_name": scale.corpus,
+            "corpus": self.config.corpora[scale.corpus].model_dump(),
+            "tokenizer_name": scale.tokenizer,
+            "tokenizer": self.config.tokenizers[scale.tokenizer].model_dump(),
+        }
+        run = _validated(RunConfig, arms_file, {k: v for k, v in merged.items() if v is not None}, prefix=arm)
+        for mechanism in (*run.faults, *run.interventions, *([run.probe] if run.probe else [])):
+            mechanism.check(run)
+        return run
+
+    def role(self, arm: str, seed: int) -> str:
+        """Declared role of a seed where that role covers the arm, else ``extra``."""
+        for name, role in self.config.roles.items():
+            if seed in role.seeds and (role.arms is None or arm in role.arms):
+                return name
+        return "extra"
+
+    def requested(self, target: str, seeds: Iterable[int] | None = None) -> list[RunKey]:
+        """Runs of a target, arm by arm; ``seeds`` replaces the declared seeds."""
+        target_config = self.config.targets[
+            _known(target, self.config.targets, self.folder / "study.yaml", "targets")
+        ]
+        arms = self.runnable if target_config.arms == ["*"] else target_config.arms
+        declared = self.config.roles[target_config.role].seeds[: target_config.n_seeds]
+        chosen = list(dict.fromkeys(declared if seeds is None else seeds))
+        return [RunKey(arm, seed) for arm in arms for seed in chosen]
+
+    def _lineage(self, arm: str) -> list[ArmConfig]:
+        chain: list[ArmConfig] = []
+        seen: list[str] = []
+        name: str | None = arm
+        while name is not None:
+            if name in seen:
+                raise BadInput(f"{self.folder / 'arms.yaml'}: {arm}.extends: circle {' -> '.join([*seen, name])}")
+            seen.append(name)
+            chain.append(self.arms[name])
+            name = self.arms[name].extends
+        return chain[::-1]
+
+    def _check_names(self) -> None:
+        study, arms = self.folder / "study.yaml", self.folder / "arms.yaml"
+        for name, scale in self.config.scales.items():
+            _known(scale.corpus, self.config.corpora, study, f"scales.{name}.corpus")
+            _known(scale.tokenizer, self.config.tokenizers, study, f"scales.{name}.tokenizer")
+        for name, arm in self.arms.items():
+            if arm.extends is not None:
+                _known(arm.extends, self.arms, arms, f"{name}.extends")
+            if arm.twin is not None:
+                _known(arm.twin, self.runnable, arms, f"{name}.twin")
+        for name, target in self.config.targets.items():
+            _known(target.role, self.config.roles, study, f"targets.{name}.role")
+            for arm_name in target.arms:
+                if target.arms != ["*"]:
+                    _known(arm_name, self.runnable, study, f"targets.{name}.arms")
+        for name, role in self.config.roles.items():
+            for arm_name in role.arms or ():
+                _known(arm_name, self.runnable, study, f"roles.{name}.arms")
+
+
+def load_study(folder: Path | str = DEFAULT_CONFIG, scale: str | None = None) -> Study:
+    """Load and validate a study (:class:`Study`); raises :class:`BadInput`."""
+    return Study(Path(folder), scale)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file; a study folder holds study.yaml and arms.yaml") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: not UTF-8 (byte {error.start})") from None
+    try:
+        data = yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise BadInput(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise BadInput(f"{path}: must be a mapping of keys to values, got {type(data).__name__}")
+    return data
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML in which a key given twice is an error instead of a silent overwrite, and reading is safe."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for position, key in enumerate(keys):
+            if key in keys[:position] and key != "<<":
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is given twice", node.value[position][0].start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+def _validated(model: type[BaseModel], path: Path, data: Any, prefix: str = "") -> Any:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise BadInput(f"{path}: {one_line(error, model, prefix)}") from None
+
+
+def one_line(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
+    """The first mistake of a pydantic error as ``key: what is wrong (got value); what is allowed``."""
+    first = error.errors(include_url=False)[0]
+    location = [str(part) for part in first["loc"]]
+    key = ".".join(([prefix] if prefix else []) + location)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        allowed = _fields_at(model, first["loc"][:-1])
+        close = difflib.get_close_matches(location[-1], allowed, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        return f"{key}: unknown key; {hint}allowed: {', '.join(allowed)}"
+    value = first.get("input")
+    shown = "" if isinstance(value, Mapping | list) or first["type"] == "missing" else f" (got {value!r})"
+    more = f"; and {error.error_count() - 1} more" if error.error_count() > 1 else ""
+    return f"{key}: {message}{shown}{more}"
+
+
+def _fields_at(model: Any, location: tuple[Any, ...]) -> list[str]:
+    """Names of the fields of the model that a validation error's location points into."""
+    from qkpipe.config.mechanisms import mechanisms
+
+    families = {"faults": "qkpipe.faults", "interventions": "qkpipe.interventions", "probe": "qkpipe.probes"}
+    if location and location[0] in families:
+        known = mechanisms(families[str(location[0])])
+        kind = next((part for part in location if part in known), None)
+        members = [known[kind]] if kind else list(known.values())
+        return sorted({name for member in members for name in member.model_fields})
+    for part in location:
+        if isinstance(model, type) and issubclass(model, BaseModel) and part in model.model_fields:
+            model = _inner_model(model.model_fields[str(part)].annotation)
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def _inner_model(annotation: Any) -> Any:
+    """The config model inside ``list[X]``, ``dict[str, X]`` or ``X | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        inner = _inner_model(argument)
+        if inner is not None:
+            return inner
+    return None
+
+
+def _known(value: str, allowed: Iterable[str], path: Path, key: str) -> str:
+    names = list(allowed)
+    if value not in names:
+        close = difflib.get_close_matches(value, names, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise BadInput(f"{path}: {key}: unknown name {value!r}; {hint}allowed: {', '.join(names)}")
+    return value
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
+    """Merge ``over`` into ``base``: mappings by key, everything else replaces. A changed ``kind`` starts afresh."""
+    for key, value in over.items():
+        current = base.get(key)
+        if isinstance(value, Mapping) and isinstance(current, dict):
+            _merge(current, value)
+        else:
+            base[key] = value

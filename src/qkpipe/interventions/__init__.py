@@ -1,0 +1,1 @@
+"""Interventions: what acts against a collapse. One file each, found by itself (config.base.Mechanism)."""

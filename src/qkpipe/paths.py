@@ -1,0 +1,93 @@
+"""Every path of a study, in one place (relative to the folder the study runs in, usually the repository root)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN_TABLES = ("steps", "layers", "heads", "routes", "probe", "events", "timing")
+"""Telemetry tables of one run; ``timing`` holds everything that a clock decides."""
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """Files of one run (an arm with a seed)."""
+
+    folder: Path
+
+    @property
+    def record(self) -> Path:
+        """``run.json``: resolved config, hashes, environment, how the run ended. Written last: its presence means done."""
+        return self.folder / "run.json"
+
+    def table(self, name: str) -> Path:
+        return self.folder / f"{name}.parquet"
+
+    @property
+    def outputs(self) -> list[Path]:
+        return [self.record, *(self.table(name) for name in RUN_TABLES)]
+
+
+@dataclass(frozen=True)
+class ScratchPaths:
+    """Unfinished work of one run: never a declared output, so a retry resumes from it."""
+
+    folder: Path
+
+    @property
+    def lock(self) -> Path:
+        return self.folder / "lock"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint.pt"
+
+    @property
+    def parts(self) -> Path:
+        return self.folder / "parts"
+
+
+@dataclass(frozen=True)
+class StudyPaths:
+    """Files of one scale of a study."""
+
+    scale: str
+    root: Path = Path(".")
+
+    @property
+    def results(self) -> Path:
+        return self.root / "results" / self.scale
+
+    def data(self, corpus: str, tokenizer: str) -> Path:
+        return self.results / "data" / f"{corpus}-{tokenizer}"
+
+    @property
+    def runs(self) -> Path:
+        return self.results / "runs"
+
+    def run(self, arm: str, seed: int) -> RunPaths:
+        return RunPaths(self.runs / arm / f"seed={seed}")
+
+    def scratch(self, run_id: str) -> ScratchPaths:
+        return ScratchPaths(self.root / "scratch" / run_id)
+
+    def analysis(self, name: str) -> Path:
+        return self.results / "analysis" / f"{name}.parquet"
+
+    def table(self, name: str, suffix: str = "parquet") -> Path:
+        return self.results / "tables" / f"{name}.{suffix}"
+
+    def figure(self, name: str, suffix: str = "svg") -> Path:
+        return self.results / "figures" / f"{name}.{suffix}"
+
+    @property
+    def report(self) -> Path:
+        return self.results / "report" / "index.html"
+
+    @property
+    def database(self) -> Path:
+        return self.results / "study.duckdb"
+
+    @property
+    def effective_config(self) -> Path:
+        return self.results / "config.json"

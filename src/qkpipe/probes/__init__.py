@@ -1,0 +1,1 @@
+"""Probes: what edits the realised update to ask a causal question. One file each, found by itself."""

@@ -1,0 +1,1 @@
+"""What a run writes down: Arrow schemas, the part-file writer, and the sensors."""
