@@ -15,8 +15,17 @@ to the exponent, as it should. What follows from it at the edges:
 - fp32 subnormals lose the same low s bits of their pattern: the step is 2^(s-149), fixed point, as in bf16.
 - m = 23 is the identity. m = 7, even, is bfloat16.
 
-The `*_nb` functions are the same on scalars, for compiled loops, which inline them; all take s = 23 - m in 0..22
-as int32, are the identity at s = 0 (but for quieting a NaN), and have no branch.
+The `*_nb` functions are the same on scalars, for compiled loops, which inline them; all take s = 23 - m in
+0..22 as int32, are the identity at s = 0 (but for quieting a NaN), and have no branch:
+
+    round_even_bits_nb(i: int32, s: int32) -> int32
+    round_stochastic_bits_nb(i: int32, s: int32, u: uint32) -> int32
+    round_toward_zero_bits_nb(i: int32, s: int32) -> int32
+    round_bits_nb(i: int32, s: int32, rounding: EVEN | STOCHASTIC | TOWARD_ZERO, u: uint32) -> int32
+    to_bits_nb(x: float32) -> int32
+    to_float_nb(i: int32) -> float32
+    round_even_nb(x: float32, s: int32) -> float32
+    round_nb(x: float32, s: int32, rounding, u: uint32) -> float32
 """
 
 import numpy as np
@@ -66,14 +75,8 @@ def round_minifloat(
         return x.clone()
     if HAVE_NUMBA and x.device.type == "cpu":
         out = torch.empty_like(x)
-        _round_kernel(
-            _bits(x),
-            _bits(out),
-            np.int32(23 - mantissa_bits),
-            ROUNDINGS[rounding],
-            np.uint32(seed),
-            np.uint32(stream),
-        )
+        s = np.int32(23 - mantissa_bits)
+        _round_kernel(_bits(x), _bits(out), s, ROUNDINGS[rounding], np.uint32(seed), np.uint32(stream))
         return out
     return _round_plain(x, mantissa_bits, rounding, seed, stream)
 
@@ -98,6 +101,18 @@ def _bits(x: torch.Tensor) -> np.ndarray:
 
 
 @helper
+def to_bits_nb(x):
+    """The pattern of a float32."""
+    return np.float32(x).view(np.int32)
+
+
+@helper
+def to_float_nb(i):
+    """The float32 of a pattern."""
+    return np.int32(i).view(np.float32)
+
+
+@helper
 def finish_bits_nb(i, rounded, low):
     """Clear the low bits of a pattern that has had its increment; i, the original, decides what is a NaN."""
     rounded = np.int32(i | np.int32(_QUIET)) if np.int32(i & np.int32(_ABS)) > np.int32(_INF) else rounded
@@ -106,7 +121,7 @@ def finish_bits_nb(i, rounded, low):
 
 @helper
 def round_even_bits_nb(i, s):
-    """int32 pattern, int32 s -> int32 pattern: to nearest, ties to even."""
+    """To nearest, ties to even."""
     low = np.int32((np.int32(1) << s) - np.int32(1))
     up = np.int32(np.int32(np.int32(1) << s) >> np.int32(1)) - np.int32(1) + ((i >> s) & np.int32(1))
     return finish_bits_nb(i, np.int32(i + (up & low)), low)
@@ -114,24 +129,21 @@ def round_even_bits_nb(i, s):
 
 @helper
 def round_stochastic_bits_nb(i, s, u):
-    """int32 pattern, int32 s, uint32 draw -> int32 pattern: unbiased."""
+    """Up with probability (dropped part) / 2^s: unbiased over draws."""
     low = np.int32((np.int32(1) << s) - np.int32(1))
     return finish_bits_nb(i, np.int32(i + (np.int32(u) & low)), low)
 
 
 @helper
 def round_toward_zero_bits_nb(i, s):
-    """int32 pattern, int32 s -> int32 pattern: truncated."""
+    """Truncated."""
     low = np.int32((np.int32(1) << s) - np.int32(1))
     return finish_bits_nb(i, i, low)
 
 
 @helper
 def round_bits_nb(i, s, rounding, u):
-    """int32 pattern, int32 s, one of EVEN, STOCHASTIC, TOWARD_ZERO, uint32 draw -> int32 pattern.
-
-    Outside STOCHASTIC, u is not looked at.
-    """
+    """Any mode; u is looked at under STOCHASTIC only."""
     if rounding == EVEN:
         return round_even_bits_nb(i, s)
     if rounding == STOCHASTIC:
@@ -141,14 +153,14 @@ def round_bits_nb(i, s, rounding, u):
 
 @helper
 def round_even_nb(x, s):
-    """float32, int32 s -> float32: `round_even_bits_nb` on the value."""
-    return round_even_bits_nb(np.float32(x).view(np.int32), s).view(np.float32)
+    """`round_even_bits_nb` on the value."""
+    return to_float_nb(round_even_bits_nb(to_bits_nb(x), s))
 
 
 @helper
 def round_nb(x, s, rounding, u):
-    """float32, int32 s, rounding code, uint32 draw -> float32: `round_bits_nb` on the value."""
-    return round_bits_nb(np.float32(x).view(np.int32), s, rounding, u).view(np.float32)
+    """`round_bits_nb` on the value."""
+    return to_float_nb(round_bits_nb(to_bits_nb(x), s, rounding, u))
 
 
 @compiled
