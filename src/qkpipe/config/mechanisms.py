@@ -31,7 +31,7 @@ def mechanisms(package: str) -> dict[str, type[Mechanism]]:
 
 def mechanism_type(package: str) -> Any:
     """Tagged union of the mechanisms of ``package``, told apart by ``kind``."""
-    members = tuple(mechanisms(package).values())
+    members = tuple(mechanisms(package).values()) or (Mechanism,)
     if len(members) == 1:
         return members[0]
     return Annotated[Union[members], Field(discriminator="kind")]  # noqa: UP007 (built at run time)
