@@ -1,0 +1,3 @@
+"""From telemetry to tables: pure functions of Parquet files, one module a question. Nothing here trains or
+draws.
+"""
