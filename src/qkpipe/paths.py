@@ -68,6 +68,10 @@ class StudyPaths:
     def run(self, arm: str, seed: int) -> RunPaths:
         return RunPaths(self.runs / arm / f"seed={seed}")
 
+    def superseded(self, arm: str, seed: int, config_hash: str) -> Path:
+        """Where a finished run of another config goes when the arm changes."""
+        return self.results / "superseded" / arm / f"seed={seed}-{config_hash}"
+
     def scratch(self, run_id: str) -> ScratchPaths:
         return ScratchPaths(self.root / "scratch" / run_id)
 

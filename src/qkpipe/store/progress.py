@@ -16,6 +16,8 @@ from qkpipe.store.scan import scan
 ASSUMED_FLOPS = {"cpu": 3.5e10, "cuda": 2.0e14}
 """Sustained FLOP/s of one CPU thread and of one data-centre GPU; used only until a run has been timed."""
 
+_COST = "{:<14} {:<12} {:>6} {:>8} {:>12} {:>13}  {}"
+
 
 def plan(study: Study, paths: StudyPaths, seeds: Iterable[int] | None = None) -> Iterator[str]:
     """Lines: runs by target, done and missing; then, by scale, what the largest target still costs."""
@@ -27,7 +29,7 @@ def plan(study: Study, paths: StudyPaths, seeds: Iterable[int] | None = None) ->
         counts = f"{len({r.arm for r in runs}):>5} {len({r.seed for r in runs}):>6} {len(runs):>6}"
         yield f"{name:<12} {target.role:<13} {counts} {there:>6} {len(runs) - there:>8}"
     yield ""
-    yield f"{'scale':<14} {'target':<12} {'runs':>6} {'missing':>8} {'tokens left':>12} {'device hours':>13}  basis"
+    yield _COST.format("scale", "target", "runs", "missing", "tokens left", "device hours", "basis")
     for scale in study.config.scales:
         yield from _costs(Study(study.folder, scale), StudyPaths(scale, paths.root), seeds)
 
@@ -35,8 +37,8 @@ def plan(study: Study, paths: StudyPaths, seeds: Iterable[int] | None = None) ->
 def status(study: Study, paths: StudyPaths, seeds: Iterable[int] | None = None) -> Iterator[str]:
     """Lines: one a requested run that is not done, with its state, and the counts.
 
-    ``running``: a live process holds its lock; ``unfinished``: it was killed or failed, and goes on from its checkpoint;
-    ``missing``: not begun.
+    ``running``: a live process holds its lock; ``unfinished``: it was killed or failed, and goes on from its
+    checkpoint; ``missing``: not begun.
     """
     runs = list(dict.fromkeys(run for name in study.config.targets for run in study.requested(name, seeds)))
     done = _done(study, paths)
@@ -67,8 +69,8 @@ def _costs(study: Study, paths: StudyPaths, seeds: Iterable[int] | None) -> Iter
         configs = [study.resolve(run.arm, run.seed) for run in runs if run not in done]
         tokens = sum(run.train.steps * run.tokens_per_step for run in configs)
         hours = sum(run.train.steps * run.tokens_per_step / _speed(run, speeds) for run in configs) / 3600
-        measured = f"measured on {len(done)} runs" if speeds else "assumed, no run timed yet"
-        yield f"{study.scale:<14} {name:<12} {len(runs):>6} {len(configs):>8} {tokens:>12.3g} {hours:>13.2f}  {measured}"
+        basis = f"measured on {len(done)} runs" if speeds else "assumed, no run timed yet"
+        yield _COST.format(study.scale, name, len(runs), len(configs), f"{tokens:.3g}", f"{hours:.2f}", basis)
 
 
 def _speed(run: RunConfig, measured: dict[str, float]) -> float:

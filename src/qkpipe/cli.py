@@ -1,0 +1,209 @@
+"""The command line: one thin subcommand a workflow rule, plus plan, status, query and check-attention.
+
+Every subcommand imports what it needs when it runs, so that ``qkpipe --help`` and the light ones stay quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from qkpipe.errors import BadInput
+
+ANALYSES = ("contrasts", "dissociation", "probe", "guard")
+"""Modules of :mod:`qkpipe.analysis` with ``build(paths, study)``; they read what ``qkpipe runs`` wrote."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit status (2 for :class:`BadInput`, one line on stderr)."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = _parser(argv).parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        return args.run(args) or 0
+    except BadInput as error:
+        print(f"qkpipe: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qkpipe", description="Low-precision attention collapse, and its guard."
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    for owner, default in ((parser, None), (common, argparse.SUPPRESS)):
+        owner.add_argument("--config", metavar="DIR", default=default, help="study folder (workflow/config)")
+        owner.add_argument("--scale", default=default, help="a scale of study.yaml (its default scale)")
+        owner.add_argument(
+            "--root", metavar="DIR", default=default, help="folder of results/ and scratch/ (.)"
+        )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int | None], text: str
+    ) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, parents=[common], help=text, description=text)
+        sub.set_defaults(run=run)
+        return sub
+
+    _seeds(command("plan", _plan, "runs by target, what is missing, and what it will cost"))
+    _seeds(command("status", _status, "runs done, running, unfinished and missing"))
+    query = command("query", _query, "ask the study's database in SQL")
+    query.add_argument("sql", help='for example "select arm, seed, collapse_step from runs"')
+    attention = command("check-attention", _check_attention, "check an attention implementation's gradients")
+    if "check-attention" in argv:  # its options are its module's, which no other command loads
+        importlib.import_module("qkpipe.analysis.check_attention").add_arguments(attention)
+
+    command("effective-config", _effective_config, "write the study as resolved, with every arm's hash")
+    command("data", _data, "fetch, verify and shard the scale's corpus")
+    command("warm-up", _warm_up, "compile the CPU kernels into numba's cache")
+    train = command("train", _train, "train one run; killed, it goes on from its checkpoint")
+    train.add_argument("--arm", required=True)
+    train.add_argument("--seed", required=True, type=int)
+    train.add_argument("--progress", action="store_true", default=None, help="a bar even off a terminal")
+    runs = command("runs", _runs, "one row a run, over requested and completed runs")
+    runs.add_argument("--target", action="append", default=[], help="whose runs must be there (repeatable)")
+    _seeds(runs)
+    analyse = command("analyse", _analyse, "build one analysis")
+    analyse.add_argument("name", choices=ANALYSES)
+    command("figures", _figures, "draw the figures")
+    command("report", _report, "write the HTML report")
+    command("database", _database, "build study.duckdb")
+    mirror = command("mirror", _mirror, "mirror finished runs into MLflow (mlflow.db in the root)")
+    mirror.add_argument("--watch", action="store_true", help="go on, following runs as they train")
+    command("schema", _schema, "write the JSON schemas of the config files")
+    return parser
+
+
+def _seeds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", metavar="N,N,...", type=_seed_list, help="instead of the declared seeds")
+
+
+def _seed_list(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _study(args: argparse.Namespace):
+    """The study and its paths, from the global options."""
+    from qkpipe.config.load import DEFAULT_CONFIG, load_study
+    from qkpipe.paths import StudyPaths
+
+    study = load_study(args.config or DEFAULT_CONFIG, args.scale)
+    return study, StudyPaths(study.scale, Path(args.root or "."))
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from qkpipe.store.progress import plan
+
+    study, paths = _study(args)
+    _print(plan(study, paths, args.seeds))
+
+
+def _status(args: argparse.Namespace) -> None:
+    from qkpipe.store.progress import status
+
+    study, paths = _study(args)
+    _print(status(study, paths, args.seeds))
+
+
+def _query(args: argparse.Namespace) -> None:
+    from qkpipe.store.database import query
+
+    _, paths = _study(args)
+    print(query(paths.database, args.sql).to_pandas().to_string(index=False))
+
+
+def _check_attention(args: argparse.Namespace) -> int | None:
+    from qkpipe.analysis.check_attention import run
+
+    return run(args)
+
+
+def _effective_config(args: argparse.Namespace) -> None:
+    from qkpipe.config.effective import write_effective_config
+
+    study, paths = _study(args)
+    write_effective_config(study, paths.effective_config)
+
+
+def _data(args: argparse.Namespace) -> None:
+    from qkpipe.data.shards import prepare
+
+    prepare(*_study(args))
+
+
+def _warm_up(args: argparse.Namespace) -> None:
+    from qkpipe.train.warm_up import warm_up
+
+    warm_up()
+
+
+def _train(args: argparse.Namespace) -> None:
+    study, paths = _study(args)
+    run = study.resolve(args.arm, args.seed)  # every mistake in the config is said before torch is imported
+    from qkpipe.train.run import train_run
+
+    train_run(run, paths, progress=args.progress)
+
+
+def _runs(args: argparse.Namespace) -> None:
+    from qkpipe.analysis.runs import aggregate
+
+    study, paths = _study(args)
+    aggregate(paths, study, [run for target in args.target for run in study.requested(target, args.seeds)])
+
+
+def _analyse(args: argparse.Namespace) -> None:
+    study, paths = _study(args)
+    importlib.import_module(f"qkpipe.analysis.{args.name}").build(paths, study)
+
+
+def _figures(args: argparse.Namespace) -> None:
+    from qkpipe.report.figures import draw
+
+    study, paths = _study(args)
+    draw(paths, study)
+
+
+def _report(args: argparse.Namespace) -> None:
+    from qkpipe.report.html import build
+
+    study, paths = _study(args)
+    build(paths, study)
+
+
+def _database(args: argparse.Namespace) -> None:
+    from qkpipe.store.database import build
+
+    _, paths = _study(args)
+    build(paths)
+
+
+def _mirror(args: argparse.Namespace) -> None:
+    from qkpipe.store.mlflow_mirror import mirror
+
+    study, paths = _study(args)
+    mirror(paths, study, watch=args.watch)
+
+
+def _schema(args: argparse.Namespace) -> None:
+    from qkpipe.config.schema import write_schemas
+
+    _print(str(path) for path in write_schemas())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""Compiles the CPU kernels once, into numba's cache, so that parallel runs do not each start with it."""
+
+from __future__ import annotations
+
+import torch
+
+from qkpipe.numerics import StreamPrecision, attention_stats, streaming_attention
+from qkpipe.numerics.precision import MODES
+
+
+def warm_up() -> None:
+    """Call every compiled path a run may take, forward and backward, on a tiny input."""
+    for mode in MODES:
+        q, k, v = torch.ones(3, 1, 2, 8, 4).requires_grad_()
+        precision = StreamPrecision.uniform(2, io=7, mode=mode)
+        out, _ = streaming_attention(q, k, v, tile=4, precision=precision, return_stats=True)
+        out.sum().backward()
+    attention_stats(q.detach(), k.detach(), v.detach(), out.detach(), torch.ones_like(out))
