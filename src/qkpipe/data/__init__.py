@@ -1,0 +1,1 @@
+"""Text to batches: corpus, shards, and batches that are a function of (seed, step)."""

@@ -1,0 +1,124 @@
+"""Token shards on disk: written once, described by ``meta.json``, checked whenever they are opened."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qkpipe.config.load import Study
+from qkpipe.data.corpus import load_corpus
+from qkpipe.errors import BadInput
+from qkpipe.paths import StudyPaths
+
+SHARD_TOKENS = 1 << 22
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Both splits of a tokenized corpus, memory-mapped, one-dimensional."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    vocab_size: int
+    data_hash: str
+
+
+def prepare(study: Study, paths: StudyPaths) -> Path:
+    """Fetch the scale's corpus, split, tokenize, and write shards with ``meta.json``; returns the folder.
+
+    ``meta.json`` is written last: a folder without it is unfinished, and is written again.
+    """
+    name, tokenizer_name = study.scale_config.corpus, study.scale_config.tokenizer
+    tokenizer = study.config.tokenizers[tokenizer_name]
+    corpus = load_corpus(study.config.corpora[name], paths.root / "results" / "downloads")
+    folder = paths.data(name, tokenizer_name)
+    folder.mkdir(parents=True, exist_ok=True)
+    meta: dict[str, Any] = {
+        "corpus": name,
+        "tokenizer": tokenizer_name,
+        "vocab_size": tokenizer.vocab_size,
+        "dtype": "uint8",
+        "source": study.config.corpora[name].model_dump(mode="json"),
+        "files": [{"name": file, "sha256": digest, "bytes": size} for file, digest, size in corpus.files],
+    }
+    for split in SPLITS:
+        tokens = np.frombuffer(getattr(corpus, split), dtype=np.uint8)
+        meta[split] = _write_shards(folder, split, tokens)
+    meta["data_hash"] = _data_hash(meta)
+    _write_atomically(folder / "meta.json", (json.dumps(meta, indent=1) + "\n").encode())
+    return folder
+
+
+def open_tokens(folder: Path, context: int) -> Tokens:
+    """Open a folder written by :func:`prepare`; refuses a missing, truncated or altered shard, naming it.
+
+    Raises:
+        BadInput: also if a split is too short for one window of ``context`` + 1 tokens.
+    """
+    meta_file = folder / "meta.json"
+    try:
+        meta = json.loads(meta_file.read_text())
+    except FileNotFoundError:
+        raise BadInput(f"{meta_file}: no such file; `qkpipe data` writes it") from None
+    if _data_hash(meta) != meta.get("data_hash"):
+        raise BadInput(
+            f"{meta_file}: data_hash does not match the shard list; delete the folder and run `qkpipe data`"
+        )
+    splits = {split: _open_split(folder, meta, split) for split in SPLITS}
+    for split, tokens in splits.items():
+        if len(tokens) < context + 1:
+            raise BadInput(
+                f"{meta_file}: {split}: {len(tokens)} tokens; model.context={context} needs {context + 1}"
+            )
+    return Tokens(**splits, vocab_size=meta["vocab_size"], data_hash=meta["data_hash"])
+
+
+def _write_shards(folder: Path, split: str, tokens: np.ndarray) -> list[dict[str, Any]]:
+    shards = []
+    for index, start in enumerate(range(0, len(tokens), SHARD_TOKENS)):
+        raw = tokens[start : start + SHARD_TOKENS].tobytes()
+        file = f"{split}-{index:05d}.bin"
+        _write_atomically(folder / file, raw)
+        shards.append({"file": file, "bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()})
+    return shards
+
+
+def _open_split(folder: Path, meta: dict[str, Any], split: str) -> np.ndarray:
+    parts = []
+    for shard in meta[split]:
+        path = folder / shard["file"]
+        if not path.exists():
+            raise BadInput(f"{path}: shard is missing; delete {folder} and run `qkpipe data`")
+        size = path.stat().st_size
+        if size != shard["bytes"]:
+            raise BadInput(
+                f"{path}: truncated or altered shard: {size} bytes, meta.json says {shard['bytes']}"
+            )
+        tokens = np.memmap(path, dtype=meta["dtype"], mode="r")
+        if hashlib.sha256(tokens).hexdigest() != shard["sha256"]:
+            raise BadInput(f"{path}: altered shard: its SHA-256 is not the one in meta.json")
+        parts.append(tokens)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _data_hash(meta: dict[str, Any]) -> str:
+    """Hash of what training reads: vocabulary and every shard's content, in order."""
+    content = [
+        meta.get("vocab_size"),
+        meta.get("dtype"),
+        *[[s["sha256"] for s in meta.get(split, [])] for split in SPLITS],
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _write_atomically(path: Path, raw: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(raw)
+    os.replace(temporary, path)

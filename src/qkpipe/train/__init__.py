@@ -1,0 +1,1 @@
+"""The training loop: one run from its resolved config to its tables, exactly resumable."""

@@ -1,0 +1,50 @@
+"""What a mechanism may see and do while it is built and while it acts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from qkpipe.config.models import RunConfig
+from qkpipe.model.transformer import Transformer, expand_routes, route_of
+from qkpipe.telemetry.errors import GradientErrors
+from qkpipe.telemetry.writer import PartWriter
+
+
+@dataclass
+class BuildContext:
+    """Handed to :meth:`qkpipe.config.base.Mechanism.build`.
+
+    ``clean_gradients`` runs the clean second pass of the current step (once, however many ask) and returns one gradient a
+    parameter name. ``errors`` collects what a fault added to a gradient.
+    """
+
+    run: RunConfig
+    model: Transformer
+    optimizer: Optimizer
+    writer: PartWriter
+    errors: GradientErrors
+    clean_gradients: Callable[[], dict[str, Tensor]]
+
+    def parameters(self, routes: tuple[str, ...]) -> list[tuple[str, nn.Parameter]]:
+        """Named parameters whose gradients belong to one of the routes."""
+        wanted = expand_routes(routes)
+        return [(name, p) for name, p in self.model.named_parameters() if route_of(name)[0] in wanted]
+
+    def matrices(self, names: tuple[str, ...]) -> list[tuple[int, str, nn.Parameter]]:
+        """(layer, matrix name, weight) of the named matrices in every block."""
+        found = []
+        for name, parameter in self.model.named_parameters():
+            _, layer = route_of(name)
+            matrix = name.split(".")[-2]
+            if layer >= 0 and matrix in names:
+                found.append((layer, matrix, parameter))
+        return found
+
+    def event(self, step: int, kind: str, **detail: Any) -> None:
+        self.writer.add("events", step=step, kind=kind, detail=json.dumps(detail, sort_keys=True))

@@ -1,0 +1,186 @@
+"""Trains one run from its resolved config to its files: lock, resume, loop, tables, and ``run.json`` last."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+import qkpipe
+from qkpipe.config.models import RunConfig
+from qkpipe.data.shards import Tokens, open_tokens
+from qkpipe.errors import BadInput
+from qkpipe.paths import RunPaths, ScratchPaths, StudyPaths
+from qkpipe.telemetry.schema import SCHEMA_VERSION
+from qkpipe.telemetry.writer import PartWriter
+from qkpipe.train import checkpoint
+from qkpipe.train.supersede import supersede
+from qkpipe.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+CLOCK_EVERY = 100
+"""Steps between rows of ``timing``."""
+
+
+def train_run(run: RunConfig, paths: StudyPaths, *, progress: bool | None = None) -> Path:
+    """Train ``run`` and write its files under ``results/<scale>/runs/<arm>/seed=<n>/``; returns the path of ``run.json``.
+
+    A collapse is a result: a diverged run is recorded and this returns normally. A run already recorded with the same config
+    hash is left alone; one of another hash is moved aside. Killed at any moment and called again, it goes on from the last
+    checkpoint, and every file but ``timing`` equals the unbroken run's bit for bit.
+
+    Args:
+        progress: show a progress bar; by default only on a terminal, and sparse log lines elsewhere.
+
+    Raises:
+        BadInput: missing or altered data, a foreign checkpoint, a device that is not there, or a live run holding the lock.
+    """
+    if run.train.device == "cuda" and not torch.cuda.is_available():
+        raise BadInput(f"{run.arm}: train.device: 'cuda' is not available here; allowed: cpu")
+    target, scratch = paths.run(run.arm, run.seed), paths.scratch(run.run_id)
+    scratch.folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(scratch.lock)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise BadInput(
+            f"{scratch.lock}: held by a live process training {run.arm}/seed={run.seed}; wait for it, or stop it"
+        ) from None
+    with lock:
+        if aside := supersede(paths, run):
+            log.warning("a run of another config was here: moved to %s", aside)
+        if target.record.exists():
+            log.info("%s: already there with this config hash, nothing to do", target.record)
+        else:
+            tokens = open_tokens(paths.data(run.corpus_name, run.tokenizer_name), run.model.context)
+            _check_vocabulary(run, tokens)
+            _train(
+                run, tokens, target, scratch, progress=sys.stderr.isatty() if progress is None else progress
+            )
+    shutil.rmtree(scratch.folder, ignore_errors=True)
+    return target.record
+
+
+def _train(
+    run: RunConfig, tokens: Tokens, target: RunPaths, scratch: ScratchPaths, *, progress: bool
+) -> None:
+    torch.set_num_threads(run.train.threads)
+    writer = PartWriter(scratch, run.run_id)
+    trainer = Trainer(run, tokens, writer)
+    state = checkpoint.load(scratch.checkpoint, config_hash=run.config_hash, data_hash=tokens.data_hash)
+    resumes, stopped = 0, False
+    if state is not None:
+        trainer.load_state_dict(state["trainer"])
+        resumes, stopped = state["resumes"] + 1, state["stopped"]
+        log.info("%s/seed=%d: resuming at step %d", run.arm, run.seed, trainer.step_index)
+    writer.truncate(state["parts"] if state else 0)
+    clock = _Clock(run, writer, resumes, trainer.step_index)
+    bar = tqdm(
+        total=run.train.steps,
+        initial=trainer.step_index,
+        desc=f"{run.arm}/seed={run.seed}",
+        disable=not progress,
+        dynamic_ncols=True,
+    )
+    while trainer.step_index < run.train.steps and not stopped:
+        result = trainer.step()
+        bar.update()
+        stopped = not result.finite
+        last = stopped or trainer.step_index == run.train.steps
+        if trainer.step_index % CLOCK_EVERY == 0 or last:
+            clock.tick(trainer.step_index)
+            if not progress:
+                log.info(
+                    "%s/seed=%d: step %d of %d, loss %.3f",
+                    run.arm, run.seed, trainer.step_index, run.train.steps, result.loss,
+                )  # fmt: skip
+            bar.set_postfix(loss=f"{result.loss:.3f}")
+        if trainer.step_index % run.train.checkpoint_every == 0 or last:
+            parts = writer.flush()
+            checkpoint.save(
+                scratch.checkpoint,
+                {
+                    "config_hash": run.config_hash,
+                    "data_hash": tokens.data_hash,
+                    "trainer": trainer.state_dict(),
+                    "parts": parts,
+                    "resumes": resumes,
+                    "stopped": stopped,
+                },
+            )
+    bar.close()
+    writer.finish(target)
+    _write_record(target, _record(run, tokens, trainer, stopped))
+
+
+class _Clock:
+    """Writes ``timing``: the one table a clock decides."""
+
+    def __init__(self, run: RunConfig, writer: PartWriter, resumes: int, step: int) -> None:
+        self._run, self._writer, self._resumes = run, writer, resumes
+        self._step, self._start = step, time.perf_counter()
+
+    def tick(self, step: int) -> None:
+        now = time.perf_counter()
+        wall = now - self._start
+        speed = (step - self._step) * self._run.tokens_per_step / wall
+        self._writer.add("timing", step=step, tokens_per_s=speed, wall_s=wall, resumes=self._resumes)
+        self._step, self._start = step, now
+
+
+def _check_vocabulary(run: RunConfig, tokens: Tokens) -> None:
+    if tokens.vocab_size != run.tokenizer.vocab_size:
+        raise BadInput(
+            f"{run.arm}: tokenizer {run.tokenizer_name} has {run.tokenizer.vocab_size} tokens, "
+            f"the shards have {tokens.vocab_size}; run `qkpipe data` again"
+        )
+
+
+def _record(run: RunConfig, tokens: Tokens, trainer: Trainer, stopped: bool) -> dict[str, Any]:
+    seen = trainer.step_index * run.tokens_per_step
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": run.run_id,
+        "scale": run.scale,
+        "arm": run.arm,
+        "seed": run.seed,
+        "config": run.model_dump(mode="json"),
+        "config_hash": run.config_hash,
+        "data_hash": tokens.data_hash,
+        "code_version": qkpipe.__version__,
+        "environment": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "platform": platform.platform(),
+            "cpu": platform.processor() or platform.machine(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": run.train.threads,
+        },
+        "device": torch.cuda.get_device_name() if run.train.device == "cuda" else "cpu",
+        "steps_planned": run.train.steps,
+        "steps_done": trainer.step_index,
+        "diverged": stopped,
+        "stop_reason": "nonfinite_loss" if stopped else "completed",
+        "tokens": seen,
+        "epochs": seen / len(tokens.train),
+        "fire_step": next((h.fire_step for h in trainer.hooks if h.fire_step is not None), None),
+    }
+
+
+def _write_record(target: RunPaths, record: dict[str, Any]) -> None:
+    temporary = target.record.with_name(f".{target.record.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    os.replace(temporary, target.record)
