@@ -1,7 +1,7 @@
 """Exact statistics of paired seeds: an arm and its control share the seed, so the seed is the pair.
 
-Everything is exact at the small n of this study: no test uses a normal approximation. A test takes :class:`Pairs`, which
-cannot be made of tuning seeds, so no p-value is ever computed on them.
+Everything is exact at the small n of this study: no test uses a normal approximation. A test takes
+:class:`Pairs`, which cannot be made of tuning seeds, so no p-value is ever computed on them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from qkpipe.errors import BadInput
 Alternative = Literal["greater", "less", "two-sided"]
 
 ENUMERATED_PAIRS = 20
-"""Up to here all 2^n sign flips are enumerated; beyond, 2^16 are drawn, and the p-value stays valid (not exact)."""
+"""Up to here all 2^n sign flips are enumerated; beyond, 2^16 are drawn, and the p-value stays valid (not
+exact).
+"""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class Pairs:
 class TestResult:
     """``p_value`` speaks for the declared direction, ``p_reverse`` for its opposite; each is valid alone.
 
-    The interval has level 1 - 2*alpha, so that each end agrees with the one-sided test at alpha. It is infinite where n is too
-    small for any value to be rejected. ``effect`` is NaN without a pair.
+    The interval has level 1 - 2*alpha, so that each end agrees with the one-sided test at alpha. It is
+    infinite where n is too small for any value to be rejected. ``effect`` is NaN without a pair.
     """
 
     __test__ = False  # for pytest: not a test class
@@ -70,12 +72,14 @@ class TestResult:
     p_reverse: float
 
 
-# --------------------------------------------------------------------------------------------------------- counts
+# ---- counts
 
 
-def clopper_pearson(k: int, n: int, level: float = 0.95, side: Literal["both", "upper"] = "both") -> tuple[float, float]:
-    """Exact interval of a proportion seen as k of n; (0, 1) at n = 0. ``upper``: all of 1 - level is on the upper bound, so
-    that 0 of n ("none") gives 1 - (1 - level)^(1/n).
+def clopper_pearson(
+    k: int, n: int, level: float = 0.95, side: Literal["both", "upper"] = "both"
+) -> tuple[float, float]:
+    """Exact interval of a proportion seen as k of n; (0, 1) at n = 0. ``upper``: all of 1 - level is on the
+    upper bound, so that 0 of n ("none") gives 1 - (1 - level)^(1/n).
     """
     if n == 0:
         return 0.0, 1.0
@@ -94,9 +98,9 @@ def mcnemar_p(pairs: Pairs, alternative: Alternative) -> float:
 def mcnemar(pairs: Pairs, alternative: Literal["greater", "less"], alpha: float) -> TestResult:
     """Does treated collapse more (``greater``) or less often than control?
 
-    The effect is the difference of the two proportions. Its interval is exact given the number of discordant pairs, scaled
-    from Clopper-Pearson on their split, so it excludes 0 exactly when the test rejects; without a discordant pair, it is what
-    0 of n allows on either side.
+    The effect is the difference of the two proportions. Its interval is exact given the number of discordant
+    pairs, scaled from Clopper-Pearson on their split, so it excludes 0 exactly when the test rejects; without
+    a discordant pair, it is what 0 of n allows on either side.
     """
     n = len(pairs)
     if n == 0:
@@ -120,11 +124,13 @@ def mcnemar(pairs: Pairs, alternative: Literal["greater", "less"], alpha: float)
 
 
 def rescue(pairs: Pairs, alternative: Literal["greater", "less"], margin: float, alpha: float) -> TestResult:
-    """Is the share of rescued seeds above (``greater``: rescues) or below (``less``: does not rescue) ``margin``?
+    """Is the share of rescued seeds above (``greater``: rescues) or below (``less``: does not rescue)
+    ``margin``?
 
-    Counted are the seeds in which at least one arm of the pair collapses (:func:`collapse_at_stake`); rescued are those in
-    which ``treated`` does not. So a seed in which both collapse, or ``treated`` alone, counts against the rescue; at a margin
-    of 1/2 the test is never more lenient than McNemar's, and "rescues none" is a Clopper-Pearson upper bound.
+    Counted are the seeds in which at least one arm of the pair collapses (:func:`collapse_at_stake`); rescued
+    are those in which ``treated`` does not. So a seed in which both collapse, or ``treated`` alone, counts
+    against the rescue; at a margin of 1/2 the test is never more lenient than McNemar's, and "rescues none"
+    is a Clopper-Pearson upper bound.
     """
     pairs = collapse_at_stake(pairs)
     n = len(pairs)
@@ -155,17 +161,18 @@ def _binomial_p(k: int, n: int, share: float, alternative: Alternative) -> float
     return float(binomtest(k, n, share, alternative=alternative).pvalue) if n else 1.0
 
 
-# --------------------------------------------------------------------------------------------- continuous outcomes
+# ---- continuous outcomes
 
 
 @dataclass(frozen=True)
 class SignFlip:
     """The sign-flip permutation test of a mean paired difference, at every shift at once.
 
-    Under the null hypothesis that differences are symmetric about theta, all sign patterns of d - theta are equally likely. A
-    pattern's sum reaches the observed one exactly when the mean of d over the flipped pairs is at most theta. So the means of
-    d over all subsets of pairs, sorted, hold every p-value and every confidence bound (Hartigan 1969, typical values). The
-    empty subset is the observed pattern, and always counts.
+    Under the null hypothesis that differences are symmetric about theta, all sign patterns of d - theta are
+    equally likely. A pattern's sum reaches the observed one exactly when the mean of d over the flipped pairs
+    is at most theta. So the means of d over all subsets of pairs, sorted, hold every p-value and every
+    confidence bound (Hartigan 1969, typical values). The empty subset is the observed pattern, and always
+    counts.
     """
 
     subset_means: NDArray[np.float64]
@@ -198,10 +205,11 @@ class SignFlip:
         return float(reaching[alternative]) / patterns
 
     def interval(self, alpha: float) -> tuple[float, float]:
-        """Every shift that neither one-sided test rejects at ``alpha``: level 1 - 2*alpha or more, by inversion.
+        """Every shift that neither one-sided test rejects at ``alpha``: level 1 - 2*alpha or more, by
+        inversion.
 
-        Infinite where 2^-n > alpha: so few pairs reject nothing, whatever their values (n < 5 at alpha = 0.05). At n = 5 it
-        runs from the smallest difference to the largest.
+        Infinite where 2^-n > alpha: so few pairs reject nothing, whatever their values (n < 5 at alpha =
+        0.05). At n = 5 it runs from the smallest difference to the largest.
         """
         rejected = int(alpha * (len(self.subset_means) + 1) * (1 + 1e-12))
         if rejected < 1:
@@ -210,14 +218,20 @@ class SignFlip:
 
 
 def sign_flip(pairs: Pairs, alternative: Literal["greater", "less"], alpha: float) -> TestResult:
-    """Is the mean of treated - control above (``greater``) or below 0? Exact if differences are symmetric under the null."""
-    return _continuous(pairs, alpha, lambda test: (test.p_value(alternative), test.p_value(_opposite(alternative))))
+    """Is the mean of treated - control above (``greater``) or below 0? Exact if differences are symmetric
+    under the null.
+    """
+    return _continuous(
+        pairs, alpha, lambda test: (test.p_value(alternative), test.p_value(_opposite(alternative)))
+    )
 
 
 def equivalence(pairs: Pairs, margin: float, alpha: float) -> TestResult:
-    """Is the mean of treated - control inside +-``margin``? Two one-sided sign-flip tests (TOST); p is the larger.
+    """Is the mean of treated - control inside +-``margin``? Two one-sided sign-flip tests (TOST); p is the
+    larger.
 
-    The reverse, a mean outside, may be shown on either side, so its p is twice the smaller: five pairs cannot show it.
+    The reverse, a mean outside, may be shown on either side, so its p is twice the smaller: five pairs cannot
+    show it.
     """
 
     def p_values(test: SignFlip) -> tuple[float, float]:
@@ -239,19 +253,20 @@ def _opposite(alternative: Literal["greater", "less"]) -> Literal["greater", "le
     return "less" if alternative == "greater" else "greater"
 
 
-# ------------------------------------------------------------------------------------------------------- families
+# ---- families
 
 
 def all_parts(p_values: Sequence[float], p_reverses: Sequence[float]) -> tuple[float, float]:
-    """p-values of a claim of several parts: it needs every part (the largest p, an intersection-union test), and one part in
-    reverse refutes it (Bonferroni over the parts).
+    """p-values of a claim of several parts: it needs every part (the largest p, an intersection-union test),
+    and one part in reverse refutes it (Bonferroni over the parts).
     """
     return max(p_values), min(1.0, len(p_reverses) * min(p_reverses))
 
 
 def fixed_order(p_values: Sequence[float]) -> NDArray[np.float64]:
-    """Adjusted p-values of a family tested in its order, each at the full level, which stops at the first failure: the running
-    maximum, so nothing after a failure can be supported, and the error rate of the *family* stays at the level.
+    """Adjusted p-values of a family tested in its order, each at the full level, which stops at the first
+    failure: the running maximum, so nothing after a failure can be supported, and the error rate of the
+    *family* stays at the level.
     """
     return np.maximum.accumulate(np.asarray(p_values, dtype=float))
 

@@ -1,6 +1,8 @@
-"""``claims.yaml``: what the study claims and how each claim is tested, declared before a confirmatory run exists.
+"""``claims.yaml``: what the study claims and how each claim is tested, declared before a confirmatory run
+exists.
 
-It also holds the written criterion by which a regime is chosen on tuning seeds, which is declared in advance for the same reason.
+It also holds the written criterion by which a regime is chosen on tuning seeds, which is declared in advance
+for the same reason.
 """
 
 from __future__ import annotations
@@ -16,27 +18,29 @@ from qkpipe.config.models import Name
 from qkpipe.errors import BadInput
 
 Outcome = Literal["collapse", "log_sigma", "log_max_logit", "final_val_loss"]
-"""``collapse``: the primary rule's verdict. ``log_sigma``: log of the largest singular value of W_Q over layers.
-``log_max_logit``: log of the largest applied logit over layers and heads. ``final_val_loss``: in nat."""
+"""``collapse``: the primary rule's verdict. ``log_sigma``: log of the largest singular value of W_Q over
+layers. ``log_max_logit``: log of the largest applied logit over layers and heads. ``final_val_loss``: in nat.
+"""
 
 Statistic = Literal["mcnemar", "rescue", "sign_flip", "equivalence"]
 
 
 class Part(Frozen):
-    """One paired contrast of a claim; pairs share the seed, and ``treated`` minus ``control`` is what is tested.
+    """One paired contrast of a claim; pairs share the seed, and ``treated`` minus ``control`` is what is
+    tested.
 
-    ==============  ==============================================================  ===========================
-    ``statistic``   what it says                                                    ``alternative``, ``margin``
-    ==============  ==============================================================  ===========================
+    ==============  ==============================================================  ========================
+    ``statistic``   what it says                                                    ``alternative``; margin
+    ==============  ==============================================================  ========================
     ``mcnemar``     treated collapses more (less) often than control                greater, less; none
-    ``rescue``      of the seeds in which an arm of the pair collapses, the share   greater, less; the share
+    ``rescue``      of the seeds in which an arm of the pair collapses, the share   greater, less; a share
                     in which treated does not is above (below) the margin
     ``sign_flip``   treated's outcome is larger (smaller)                           greater, less; none
-    ``equivalence`` the mean difference is inside +-margin                          equivalent; in units of the
-                                                                                    outcome
-    ==============  ==============================================================  ===========================
+    ``equivalence`` the mean difference is inside +-margin                          equivalent; a difference
+    ==============  ==============================================================  ========================
 
-    ``at`` is the step at which sigma or the logit is taken: the last telemetry row up to it in which all values are finite.
+    ``at`` is the step at which sigma or the logit is taken: the last telemetry row up to it in which all
+    values are finite.
     """
 
     treated: Name
@@ -54,7 +58,9 @@ class Part(Frozen):
         counts = self.statistic in ("mcnemar", "rescue")
         if counts != (self.outcome == "collapse"):
             allowed = "mcnemar, rescue" if self.outcome == "collapse" else "sign_flip, equivalence"
-            raise ValueError(f"statistic={self.statistic} does not fit outcome={self.outcome}; allowed: {allowed}")
+            raise ValueError(
+                f"statistic={self.statistic} does not fit outcome={self.outcome}; allowed: {allowed}"
+            )
         if (self.statistic == "equivalence") != (self.alternative == "equivalent"):
             allowed = "equivalent" if self.statistic == "equivalence" else "greater, less"
             raise ValueError(
@@ -73,9 +79,19 @@ class Part(Frozen):
     def contrast(self) -> str:
         return f"{self.treated} vs {self.control}"
 
+    @property
+    def censored_count_as_collapsed(self) -> tuple[bool, bool]:
+        """Whether a censored run of (treated, control) counts as a collapse: whichever speaks against the
+        part.
+        """
+        treated_better = (self.statistic, self.alternative) in (("mcnemar", "less"), ("rescue", "greater"))
+        return treated_better, not treated_better
+
 
 class Claim(Frozen):
-    """A claim holds if every part holds. ``rank`` is its place in the fixed order; without one it is tested under Holm."""
+    """A claim holds if every part holds. ``rank`` is its place in the fixed order; without one it is tested
+    under Holm.
+    """
 
     rank: Annotated[int, Field(ge=1)] | None = None
     statement: str
@@ -91,11 +107,12 @@ class Separation(Frozen):
 
 
 class RegimeCriterion(Frozen):
-    """When a regime (learning rate, dose, tile, horizon) is fit for the study; judged on tuning seeds, without a p-value.
+    """When a regime (learning rate, dose, tile, horizon) is fit for the study; judged on tuning seeds,
+    without a p-value.
 
-    In every tuning seed: the ``collapse`` arms collapse by both rules before ``collapse_before`` of the horizon; the
-    ``healthy`` arms neither collapse nor reach ``max_logit``; in one of log sigma and log max logit, every ``separate`` pair
-    differs by more than ``separation`` at the end.
+    In every tuning seed: the ``collapse`` arms collapse by both rules before ``collapse_before`` of the
+    horizon; the ``healthy`` arms neither collapse nor reach ``max_logit``; in one of log sigma and log max
+    logit, every ``separate`` pair differs by more than ``separation`` at the end.
     """
 
     collapse: Annotated[tuple[Name, ...], Field(min_length=1)]
@@ -112,7 +129,9 @@ class RegimeCriterion(Frozen):
 
 
 class ClaimsConfig(Frozen):
-    """The whole file; ``alpha`` is the level of the fixed-order family and of the Holm family, each on its own."""
+    """The whole file; ``alpha`` is the level of the fixed-order family and of the Holm family, each on its
+    own.
+    """
 
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
     claims: dict[Name, Claim]
@@ -151,8 +170,8 @@ def check_arms(config: ClaimsConfig, study: Study) -> None:
                 arm = _known(getattr(part, side), study.runnable, path, f"claims.{claim_id}.parts.{i}.{side}")
                 if part.outcome == "log_max_logit" and _normalises_qk(study, arm):
                     raise BadInput(
-                        f"{path}: claims.{claim_id}.parts.{i}.outcome: log_max_logit with arm {arm!r}, whose QK normalisation "
-                        "bounds it by construction; allowed: collapse, log_sigma, final_val_loss"
+                        f"{path}: claims.{claim_id}.parts.{i}.outcome: log_max_logit with arm {arm!r}, whose QK "
+                        "normalisation bounds it by construction; allowed: collapse, log_sigma, final_val_loss"
                     )
     for arm in config.regime.arms:
         _known(arm, study.runnable, path, "regime")
