@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from qkpipe.analysis import runs
 from qkpipe.config import RunKey, Study, load_study
 from qkpipe.paths import StudyPaths
 from qkpipe.telemetry.schema import SCHEMA_VERSION
@@ -189,3 +191,16 @@ def write_run(paths: StudyPaths, study: Study, key: RunKey, shape: Shape) -> Non
 def write_runs(paths: StudyPaths, study: Study, keys: Iterable[RunKey]) -> None:
     for key in keys:
         write_run(paths, study, key, SHAPES[key.arm])
+
+
+@pytest.fixture(scope="session")
+def synthetic(tmp_path_factory: pytest.TempPathFactory) -> tuple[StudyPaths, Study]:
+    """(paths, study) with two tuning seeds of every arm run and aggregated; a test that changes files
+    restores them.
+    """
+    root = tmp_path_factory.mktemp("study")
+    study = write_study(root / "config")
+    paths = StudyPaths("tiny", root)
+    write_runs(paths, study, study.requested("core"))
+    runs.aggregate(paths, study, study.requested("core"))
+    return paths, study

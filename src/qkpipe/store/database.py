@@ -1,0 +1,98 @@
+"""``study.duckdb``: every table of a scale in one file that opens from any folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+
+from qkpipe.errors import BadInput
+from qkpipe.paths import RUN_TABLES, StudyPaths
+from qkpipe.store.parquet import read_table
+
+COPY_LIMIT = 20_000_000
+"""Rows of a telemetry table up to which it is copied; beyond, only the macro ``telemetry`` reads it."""
+
+DESCRIPTIONS = {
+    "runs": "one row a run: what it was, how it ended, both verdicts",
+    "curves": "smoothed loss, sigma(W_Q) and largest logit of every run at its telemetry steps",
+    "contrasts": "every arm against its twin and its parent, paired by seed; exploratory",
+    "claims": "declared claims and their verdicts",
+    "exclusions": "runs on disk that are in no table, and why",
+    "dissociation": "one row an arm over its seeds",
+    "probe_curves": "curves of the probed arms and their references, with the update's energies",
+    "guard_curves": "curves around each live-triggered arm",
+    "guard_firing": "one row a run with a live trigger: firing, threshold, lead over the unguarded collapse",
+    "steps": "per-step training scalars",
+    "layers": "spectra, entropies and row-sum residuals by layer",
+    "heads": "largest logits and entropies by head",
+    "routes": "gradient and error norms by route",
+    "probe": "energies of the causal probe by layer and matrix",
+    "events": "what happened and when",
+    "timing": "everything that a clock decides",
+}
+
+
+def build(paths: StudyPaths, copy_limit: int = COPY_LIMIT) -> Path:
+    """Make the database anew from ``analysis/*.parquet``, ``tables/*.parquet`` and the telemetry of the
+    runs in ``runs``.
+
+    Telemetry tables of more than ``copy_limit`` rows are left out; ``FROM telemetry(root, name)`` reads any
+    telemetry table from Parquet, ``root`` being the folder of the scale (``results/micro``). The old file
+    stays until the new one is whole. Returns the database's path.
+    """
+    runs = read_table(paths.analysis("runs"), ["arm", "seed"]).to_pylist()
+    tables = {path.stem: [path] for path in sorted(paths.analysis("*").parent.glob("*.parquet"))}
+    tables |= {path.stem: [path] for path in sorted(paths.table("*").parent.glob("*.parquet"))}
+    if taken := sorted(set(tables) & set(RUN_TABLES)):
+        raise BadInput(
+            f"{paths.results}: table name {taken[0]!r} is taken by the telemetry table of that name"
+        )
+    tables |= {name: [paths.run(run["arm"], run["seed"]).table(name) for run in runs] for name in RUN_TABLES}
+
+    temporary = paths.database.with_name(f".{paths.database.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with duckdb.connect(temporary) as connection:
+            for name, files in tables.items():
+                _copy(connection, name, files, copy_limit)
+            connection.execute(
+                "CREATE MACRO telemetry(root, name) AS TABLE SELECT * FROM "
+                "read_parquet(root || '/runs/*/seed=*/' || name || '.parquet', hive_partitioning = false) "
+                "WHERE run_id IN (SELECT run_id FROM runs)"
+            )
+        os.replace(temporary, paths.database)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return paths.database
+
+
+def query(database: Path, sql: str) -> pa.Table:
+    """Result of one SQL query on ``database``, opened read-only; :class:`BadInput` with DuckDB's first
+    line otherwise.
+    """
+    if not database.exists():
+        raise BadInput(f"{database}: no such file; it is built by the study's database step")
+    try:
+        with duckdb.connect(database, read_only=True) as connection:
+            result = connection.sql(sql)
+            if result is None:
+                raise BadInput(f"sql: {sql!r} returns no table; give a query (SELECT ... or FROM ...)")
+            return result.to_arrow_table()
+    except duckdb.Error as error:
+        raise BadInput(f"{database}: {str(error).splitlines()[0]}") from None
+
+
+def _copy(connection: duckdb.DuckDBPyConnection, name: str, files: list[Path], limit: int) -> None:
+    if not files:
+        return
+    source = duckdb.read_parquet(
+        [str(file) for file in files], connection=connection, hive_partitioning=False
+    )
+    if name in RUN_TABLES and source.count("*").fetchone()[0] > limit:
+        return
+    source.create(name)
+    if description := DESCRIPTIONS.get(name):
+        connection.execute(f"COMMENT ON TABLE \"{name}\" IS '{description}'")

@@ -1,0 +1,3 @@
+from store.synthetic import synthetic
+
+__all__ = ["synthetic"]
