@@ -1,0 +1,59 @@
+# make env | study | test | test-slow | lint | schema | profiles | clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SCALE ?= micro
+PROFILES := $(or $(XDG_CONFIG_HOME),$(HOME)/.config)/snakemake
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: env study test test-slow lint schema profiles clean
+
+env: $(STAMP)
+
+# Installed again when a dependency, a pin or the interpreter's choice changes; else a second call does nothing.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "make env: $(PYTHON) is not Python 3.11 or newer; try: make env PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "make env: $(PYTHON) has no venv module; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): a few minutes the first time"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[study,test]'
+	@touch $@
+
+study: env
+	snakemake core --config scale=$(SCALE)
+	@echo
+	@echo "Report:    results/$(SCALE)/report/index.html"
+	@echo "Database:  results/$(SCALE)/study.duckdb   (duckdb results/$(SCALE)/study.duckdb, or: qkpipe query 'from runs')"
+	@echo "Runs:      mlflow ui   (in this folder, then http://localhost:5000)"
+	@echo "Commands are in $(BIN): source $(BIN)/activate"
+
+test: lint
+	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile -m "not slow and not gpu and not slurm"
+
+test-slow: env
+	OMP_NUM_THREADS=1 pytest -m "slow and not gpu and not slurm"
+
+lint: env
+	ruff check
+	ruff format --check
+
+schema: env
+	qkpipe schema
+
+# Snakemake looks for --profile NAME in its user folder, not in ./profiles.
+profiles:
+	@mkdir -p $(PROFILES)
+	@if [ -e $(PROFILES)/slurm ] && [ "$$(readlink -f $(PROFILES)/slurm)" != "$(CURDIR)/profiles/slurm" ]; then \
+	  echo "make profiles: $(PROFILES)/slurm is there and not ours; move it, or use --profile profiles/slurm" >&2; exit 1; fi
+	@ln -sfn $(CURDIR)/profiles/slurm $(PROFILES)/slurm
+	@echo "snakemake --profile slurm now finds $(CURDIR)/profiles/slurm"
+
+# What can be made again in a minute. results/, scratch/ and mlflow.db hold work and are left to you.
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build src/*.egg-info
+	find src kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +

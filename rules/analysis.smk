@@ -1,0 +1,60 @@
+# From run files to one table a question. `runs` is over requested and finished runs; the others read what it wrote.
+
+
+rule runs:
+    input:
+        tabled_records,
+    output:
+        runs=PATHS.analysis("runs"),
+        curves=PATHS.analysis("curves"),
+        exclusions=PATHS.analysis("exclusions"),
+    log:
+        f"{LOGS}/runs.log",
+    params:
+        targets=lambda wildcards: " ".join(f"--target {name}" for name in asked_targets()),
+        seeds="" if SEEDS is None else f"--seeds {','.join(map(str, SEEDS))}",
+        config=digest(STUDY),
+    message:
+        "Judging every run: one row a run"
+    shell:
+        "qkpipe runs {params.targets} {params.seeds} > {log} 2>&1"
+
+
+rule dissociation:
+    input:
+        rules.runs.output,
+    output:
+        PATHS.analysis("dissociation"),
+    log:
+        f"{LOGS}/dissociation.log",
+    message:
+        "Summarising every arm over its seeds"
+    shell:
+        "qkpipe analyse dissociation > {log} 2>&1"
+
+
+rule probe:
+    input:
+        rules.runs.output,
+    output:
+        PATHS.analysis("probe_curves"),
+    log:
+        f"{LOGS}/probe.log",
+    message:
+        "Collecting the causal probe's curves and energies"
+    shell:
+        "qkpipe analyse probe > {log} 2>&1"
+
+
+rule guard:
+    input:
+        rules.runs.output,
+    output:
+        curves=PATHS.analysis("guard_curves"),
+        firing=PATHS.analysis("guard_firing"),
+    log:
+        f"{LOGS}/guard.log",
+    message:
+        "Collecting the anatomy of every live trigger"
+    shell:
+        "qkpipe analyse guard > {log} 2>&1"

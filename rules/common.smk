@@ -1,0 +1,71 @@
+# What every rule shares: the validated study, its paths, and which runs are asked for. Parsed again in every cluster job, so
+# it imports no torch.
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from qkpipe.config import load_study
+from qkpipe.config.effective import digest
+from qkpipe.errors import BadInput
+from qkpipe.paths import StudyPaths
+from qkpipe.store.scan import scan
+from qkpipe.telemetry.schema import SCHEMA_VERSION
+from qkpipe.train.supersede import set_aside_all
+
+OPTIONS = {"scale", "seeds", "study"}
+
+
+def validated():
+    """The study that --config asks for, and the seeds that replace the declared ones (None: as declared)."""
+    for key in config:
+        if key not in OPTIONS:
+            raise BadInput(f"--config {key}: unknown key; allowed: {', '.join(sorted(OPTIONS))}")
+    seeds = config.get("seeds")
+    if seeds is not None and not (isinstance(seeds, list) and seeds and all(type(s) is int for s in seeds)):
+        raise BadInput(f"--config seeds={seeds!r}: must be a list of numbers, such as 'seeds=[0,1,2]'")
+    folder = Path(config.get("study", Path(workflow.basedir) / "workflow" / "config"))
+    study = load_study(folder, config.get("scale"))
+    for target in study.config.targets:
+        for run in study.requested(target, seeds):
+            study.resolve(run.arm, run.seed)
+    return study, seeds
+
+
+def asked_targets():
+    """Targets of the study on the command line, else the default one; known only once the workflow is parsed."""
+    return [name for name in STUDY.config.targets if name in workflow.dag_settings.targets] or ["core"]
+
+
+def records(targets):
+    """run.json of every run of the targets, in order and once."""
+    runs = dict.fromkeys(run for target in targets for run in STUDY.requested(target, SEEDS))
+    return [PATHS.run(run.arm, run.seed).record for run in runs]
+
+
+def tabled_records(wildcards):
+    """run.json of the requested runs and of every finished run of the current config: nothing drops out of the tables."""
+    finished = [run.paths.record for run in scan(PATHS, STUDY).completed]
+    return list(dict.fromkeys([*records(asked_targets()), *finished]))
+
+
+try:
+    STUDY, SEEDS = validated()
+except BadInput as error:
+    sys.exit(f"qkpipe: error: {error}")
+
+PATHS = StudyPaths(STUDY.scale)
+RESOURCES = STUDY.scale_config.resources
+DATA = PATHS.data(STUDY.scale_config.corpus, STUDY.scale_config.tokenizer)
+LOGS = f"logs/{STUDY.scale}"
+CONFIG_HASHES = {arm: STUDY.resolve(arm, 0).config_hash for arm in STUDY.runnable}
+COMPILED = PATHS.results / "kernels.compiled"
+FIGURES = ("dissociation", "probe", "guard")
+MIRRORED = PATHS.results / "mlflow.mirrored"
+
+# Rules say `qkpipe COMMAND`; which interpreter, study and scale that means is said here, where it triggers no rerun.
+shell.prefix(
+    f"set -euo pipefail; export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; "
+    f"qkpipe() ( exec qkpipe --config {shlex.quote(str(STUDY.folder))} --scale {STUDY.scale} \"$@\" ); "
+)

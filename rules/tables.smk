@@ -1,0 +1,36 @@
+# Tables to read and to query.
+
+
+rule contrasts:
+    input:
+        rules.runs.output,
+    output:
+        parquet=PATHS.table("contrasts"),
+        csv=report(
+            PATHS.table("contrasts", "csv"),
+            caption="../workflow/report/contrasts.rst",
+            category="Tables",
+        ),
+    log:
+        f"{LOGS}/contrasts.log",
+    message:
+        "Comparing every arm with its twin and its parent, seed by seed"
+    shell:
+        "qkpipe analyse contrasts > {log} 2>&1"
+
+
+rule database:
+    input:
+        rules.runs.output,
+        rules.dissociation.output,
+        rules.probe.output,
+        rules.guard.output,
+        rules.contrasts.output,
+    output:
+        PATHS.database,
+    log:
+        f"{LOGS}/database.log",
+    message:
+        "Building the database"
+    shell:
+        "qkpipe database > {log} 2>&1"

@@ -1,0 +1,46 @@
+# One job a run. A run is retrained when its arm's config hash (which covers the training code's version) or the data change,
+# never because a script or a report was edited. A collapse is a result: the job succeeds.
+
+
+rule compile:
+    output:
+        touch(COMPILED),
+    log:
+        f"{LOGS}/compile.log",
+    message:
+        "Compiling the CPU kernels once, before runs start in parallel"
+    shell:
+        "qkpipe warm-up > {log} 2>&1"
+
+
+rule train:
+    input:
+        meta=DATA / "meta.json",
+        compiled=ancient(COMPILED),
+    output:
+        record=PATHS.run("{arm}", "{seed}").record,
+        steps=PATHS.run("{arm}", "{seed}").table("steps"),
+        layers=PATHS.run("{arm}", "{seed}").table("layers"),
+        heads=PATHS.run("{arm}", "{seed}").table("heads"),
+        routes=PATHS.run("{arm}", "{seed}").table("routes"),
+        probe=PATHS.run("{arm}", "{seed}").table("probe"),
+        events=PATHS.run("{arm}", "{seed}").table("events"),
+        timing=PATHS.run("{arm}", "{seed}").table("timing"),
+    log:
+        LOGS + "/train/{arm}/seed={seed}.log",
+    benchmark:
+        LOGS + "/benchmark/train/{arm}/seed={seed}.tsv"
+    params:
+        config_hash=lambda wildcards: CONFIG_HASHES[wildcards.arm],
+        schema=SCHEMA_VERSION,
+    threads: RESOURCES.cpus
+    resources:
+        mem_mb=RESOURCES.mem_mb,
+        runtime=RESOURCES.runtime_min,
+        cpus_per_task=RESOURCES.cpus,
+        **({"gpu": RESOURCES.gpus} if RESOURCES.gpus else {}),
+    retries: 0
+    message:
+        "Training {wildcards.arm}, seed {wildcards.seed} (log: {log})"
+    shell:
+        "qkpipe train --arm {wildcards.arm} --seed {wildcards.seed} > {log} 2>&1"
