@@ -30,7 +30,7 @@ class MLP(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         if self.W_gate is None:
-            return self.W_down(F.gelu(self.W_up(x_BTD), approximate="tanh"))
+            return self.W_down(F.gelu(self.W_up(x_BTD)))
         return self.W_down(F.silu(self.W_gate(x_BTD)) * self.W_up(x_BTD))
 
 
