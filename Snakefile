@@ -47,5 +47,5 @@ include: "rules/report.smk"
 # A job's outputs are deleted before it starts, so finished runs of another config go aside first. Dry runs and the nested
 # calls of cluster jobs never come here.
 onstart:
-    for moved in set_aside_all(PATHS, STUDY):
+    for moved in supersede_all(PATHS, STUDY):
         logger.info(f"The config of a finished run has changed; it is kept as {moved}")

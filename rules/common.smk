@@ -12,7 +12,7 @@ from qkpipe.errors import BadInput
 from qkpipe.paths import StudyPaths
 from qkpipe.store.scan import scan
 from qkpipe.telemetry.schema import SCHEMA_VERSION
-from qkpipe.train.supersede import set_aside_all
+from qkpipe.train.supersede import supersede_all
 
 OPTIONS = {"scale", "seeds", "study"}
 
@@ -66,6 +66,6 @@ MIRRORED = PATHS.results / "mlflow.mirrored"
 
 # Rules say `qkpipe COMMAND`; which interpreter, study and scale that means is said here, where it triggers no rerun.
 shell.prefix(
-    f"set -euo pipefail; export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; "
-    f"qkpipe() ( exec qkpipe --config {shlex.quote(str(STUDY.folder))} --scale {STUDY.scale} \"$@\" ); "
+    f"set -euo pipefail; qkpipe() ( exec {shlex.quote(sys.executable)} -m qkpipe "
+    f"--config {shlex.quote(str(STUDY.folder))} --scale {STUDY.scale} \"$@\" ); "
 )

@@ -10,7 +10,7 @@ from qkpipe.paths import StudyPaths
 from qkpipe.telemetry.schema import SCHEMA_VERSION
 
 
-def set_aside(paths: StudyPaths, run: RunConfig) -> Path | None:
+def supersede(paths: StudyPaths, run: RunConfig) -> Path | None:
     """Move a finished run of another config hash or schema version out of ``run``'s folder.
 
     Returns where it is now (``superseded/<arm>/seed=<n>-<hash>``), or ``None`` if there was nothing to move.
@@ -30,8 +30,8 @@ def set_aside(paths: StudyPaths, run: RunConfig) -> Path | None:
     return place.folder.rename(aside)
 
 
-def set_aside_all(paths: StudyPaths, study: Study) -> list[Path]:
-    """:func:`set_aside` for every finished run whose arm the study still has; returns where they are now.
+def supersede_all(paths: StudyPaths, study: Study) -> list[Path]:
+    """:func:`supersede` for every finished run whose arm the study still has; returns where they are now.
 
     Snakemake deletes a job's outputs before the job starts, so this must come before any job does.
     """
@@ -39,7 +39,7 @@ def set_aside_all(paths: StudyPaths, study: Study) -> list[Path]:
     for record in sorted(paths.runs.glob("*/seed=*/run.json")):
         arm, seed = record.parent.parent.name, record.parent.name.removeprefix("seed=")
         if arm in study.runnable and seed.isdecimal():
-            moved.append(set_aside(paths, study.resolve(arm, int(seed))))
+            moved.append(supersede(paths, study.resolve(arm, int(seed))))
     return [path for path in moved if path]
 
 
