@@ -1,6 +1,4 @@
-"""Hand-made loss curves. With ``RAW`` (no smoothing) the EMA is the curve itself, so thresholds can be hit
-exactly.
-"""
+"""Hand-made loss curves. With ``RAW`` (no smoothing) the EMA is the curve itself, so thresholds can be hit exactly."""
 
 from dataclasses import replace
 

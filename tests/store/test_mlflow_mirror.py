@@ -1,6 +1,4 @@
-"""The mirror against a real MLflow store in a temporary folder; one store for the module, creating it
-takes seconds.
-"""
+"""The mirror against a real MLflow store in a temporary folder; one store for the module, creating it takes seconds."""
 
 import shutil
 

@@ -1,3 +1,1 @@
-"""From telemetry to tables: pure functions of Parquet files, one module a question. Nothing here trains or
-draws.
-"""
+"""From telemetry to tables: pure functions of Parquet files, one module a question. Nothing here trains or draws."""

@@ -1,6 +1,4 @@
-"""Every arm against its twin and its parent, paired by seed: description only, so no p-value, whatever the
-seeds' role.
-"""
+"""Every arm against its twin and its parent, paired by seed: description only, so no p-value, whatever the seeds' role."""
 
 from __future__ import annotations
 
@@ -35,15 +33,13 @@ CONTRASTS = pa.schema(
         ("logit_bounded", pa.bool_()),
     ]
 )
-"""Ratios are natural logs of arm over reference at the end of the run; mean, min and max are over the
-paired seeds.
-``log_logit_ratio`` is null where a normalisation bounds the logits of either side (``logit_bounded``)."""
+"""Ratios are natural logs of arm over reference at the end of the run; mean, min and max are over the paired seeds.
+``log_logit_ratio`` is null where a normalisation bounds the logits of either side (``logit_bounded``).
+"""
 
 
 def build(paths: StudyPaths, study: Study) -> list[Path]:
-    """Write ``tables/contrasts.parquet`` and ``.csv`` from ``runs`` and ``curves``; returns the files
-    written.
-    """
+    """Write ``tables/contrasts.parquet`` and ``.csv`` from ``runs`` and ``curves``; returns the files written."""
     runs = read_table(paths.analysis("runs")).to_pandas()
     curves = read_table(paths.analysis("curves")).to_pandas()
     table = contrasts(runs, curves, study)
@@ -54,9 +50,7 @@ def build(paths: StudyPaths, study: Study) -> list[Path]:
 
 
 def contrasts(runs: pd.DataFrame, curves: pd.DataFrame, study: Study) -> list[dict[str, Any]]:
-    """Rows of the contrast table, arm by arm in the config's order; a role of seeds is never mixed with
-    another.
-    """
+    """Rows of the contrast table, arm by arm in the config's order; a role of seeds is never mixed with another."""
     ends = _ends(runs, curves)
     rows: list[dict[str, Any]] = []
     for arm in study.runnable:

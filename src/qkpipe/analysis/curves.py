@@ -1,6 +1,4 @@
-"""The three curves every figure and contrast looks at, on one step axis: smoothed loss, spectral norm,
-largest logit.
-"""
+"""The three curves every figure and contrast looks at, on one step axis: smoothed loss, spectral norm, largest logit."""
 
 from __future__ import annotations
 
@@ -26,16 +24,13 @@ CURVES = pa.schema(
         ("max_logit_raw", pa.float64()),
     ]
 )
-"""``loss``: EMA 0.95 of the training loss, null from the first non-finite loss on; ``sigma_q``: maximum of
-sigma_q_1 over
-layers; ``max_logit`` (as applied) and ``max_logit_raw`` (without QK normalisation): maximum over layers and
-heads."""
+"""``loss``: EMA 0.95 of the training loss, null from the first non-finite loss on; ``sigma_q``: maximum of sigma_q_1 over
+layers; ``max_logit`` (as applied) and ``max_logit_raw`` (without QK normalisation): maximum over layers and heads.
+"""
 
 
 def run_curves(run: RunPaths) -> pd.DataFrame:
-    """Curves of one run at its telemetry steps and at its last step: columns ``step``, ``loss``,
-    ``sigma_q``, the logits.
-    """
+    """Curves of one run at its telemetry steps and at its last step: columns ``step``, ``loss``, ``sigma_q``, the logits."""
     steps = read_table(run.table("steps"), ["step", "loss"]).to_pandas()
     layers = read_table(run.table("layers"), ["step", "sigma_q_1"]).to_pandas()
     heads = read_table(run.table("heads"), ["step", "max_logit", "max_logit_raw"]).to_pandas()
@@ -60,9 +55,7 @@ def peak_finite(values: pd.Series) -> float | None:
 
 
 def logit_is_bounded(curves: pd.DataFrame) -> bool:
-    """Whether a run ends with logits that a normalisation holds down: what is applied is not what the
-    weights give.
-    """
+    """Whether a run ends with logits that a normalisation holds down: what is applied is not what the weights give."""
     seen = curves.dropna(subset=["max_logit", "max_logit_raw"])
     if seen.empty:
         return False

@@ -56,14 +56,15 @@ def _arm(runs: pd.DataFrame, study: Study) -> dict[str, Any]:
         "collapsed_paper": int(runs["collapsed_paper"].sum()),
         "censored": int(runs["censored"].sum()),
         "fired": int(runs["fire_step"].notna().sum()),
-        "median_collapse_step": _or_none(runs["collapse_step"].median()),
-        "median_fire_step": _or_none(runs["fire_step"].median()),
+        "median_collapse_step": _over_seeds(runs["collapse_step"], "median"),
+        "median_fire_step": _over_seeds(runs["fire_step"], "median"),
     }
     for measure in MEASURES:
         for part in ("median", "min", "max"):
-            row[f"{measure}_{part}"] = _or_none(getattr(runs[measure].astype(float), part)())
+            row[f"{measure}_{part}"] = _over_seeds(runs[measure], part)
     return row
 
 
-def _or_none(value: float) -> float | None:
-    return None if pd.isna(value) else float(value)
+def _over_seeds(values: pd.Series, statistic: str) -> float | None:
+    known = values.dropna().astype(float)
+    return float(getattr(known, statistic)()) if len(known) else None

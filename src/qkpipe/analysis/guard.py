@@ -1,6 +1,4 @@
-"""Anatomy of the guard: when a live trigger fires, how long before the unguarded run collapses, and what
-happens after.
-"""
+"""Anatomy of the guard: when a live trigger fires, how long before the unguarded run collapses, and what happens after."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ GUARD_CURVES = pa.schema(
         ("fire_step", pa.int64()),
     ]
 )
-"""One panel a triggered arm; ``role``: triggered, unguarded (what it extends), always_on (a sibling with
-QK-norm), twin.
-"""
+"""One panel a triggered arm; ``role``: triggered, unguarded (what it extends), always_on (a sibling with QK-norm), twin."""
 
 GUARD_FIRING = pa.schema(
     [
@@ -49,9 +45,7 @@ GUARD_FIRING = pa.schema(
         ("lead_steps", pa.int64()),
     ]
 )
-"""One row a run with a live trigger. ``lead_steps``: from the firing to the collapse of the same seed
-without the guard.
-"""
+"""One row a run with a live trigger. ``lead_steps``: from the firing to the collapse of the same seed without the guard."""
 
 
 def build(paths: StudyPaths, study: Study) -> list[Path]:

@@ -1,6 +1,4 @@
-"""The causal probe: what holding updates off (or on) the leading singular directions does to the spectral
-runaway.
-"""
+"""The causal probe: what holding updates off (or on) the leading singular directions does to the spectral runaway."""
 
 from __future__ import annotations
 
@@ -20,16 +18,13 @@ OUTPUTS = ("probe_curves",)
 PROBE_CURVES = pa.schema(
     [*CURVES, ("probe", pa.string()), ("on_fraction", pa.float64()), ("removed_fraction", pa.float64())]
 )
-"""Curves of every probed arm and of the arms it is compared with. ``on_fraction``: |C|^2 / |D|^2, the part
-of the update's
-energy along the probe's directions, over layers and matrices; ``removed_fraction``: what the probe took away
-of it."""
+"""Curves of every probed arm and of the arms it is compared with. ``on_fraction``: |C|^2 / |D|^2, the part of the update's
+energy along the probe's directions, over layers and matrices; ``removed_fraction``: what the probe took away of it.
+"""
 
 
 def build(paths: StudyPaths, study: Study) -> list[Path]:
-    """Write ``analysis/probe_curves.parquet`` from ``runs``, ``curves`` and the runs' probe telemetry;
-    returns the file.
-    """
+    """Write ``analysis/probe_curves.parquet`` from ``runs``, ``curves`` and the runs' probe telemetry; returns the file."""
     runs = read_table(paths.analysis("runs")).to_pandas()
     curves = read_table(paths.analysis("curves")).to_pandas()
     probed = runs.loc[runs["probe"] != "none", "arm"].unique()
@@ -51,9 +46,7 @@ def build(paths: StudyPaths, study: Study) -> list[Path]:
 
 
 def energy_fractions(telemetry: pd.DataFrame) -> pd.DataFrame:
-    """Energies along and removed, as fractions of the whole update's, summed over layers and matrices, by
-    run and step.
-    """
+    """Energies along and removed, as fractions of the whole update's, summed over layers and matrices, by run and step."""
     energies = telemetry.groupby(["run_id", "step"])[["energy_total", "energy_on", "energy_removed"]].sum()
     total = energies["energy_total"].where(energies["energy_total"] > 0)
     fractions = {

@@ -1,6 +1,4 @@
-"""Which arm an arm is compared with; read from the config alone, so that a new arm brings its own
-comparisons.
-"""
+"""Which arm an arm is compared with; read from the config alone, so that a new arm brings its own comparisons."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ def parent(study: Study, arm: str) -> str | None:
 
 
 def references(study: Study, arm: str) -> dict[str, str]:
-    """Reference arms by relation: ``twin`` (differs by the fault alone) and ``parent``; a parent that is
-    the twin once.
-    """
+    """Reference arms by relation: ``twin`` (differs by the fault alone) and ``parent``; a parent that is the twin once."""
     found = {"twin": study.arms[arm].twin, "parent": parent(study, arm)}
     if found["parent"] == found["twin"]:
         del found["parent"]

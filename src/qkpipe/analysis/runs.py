@@ -1,6 +1,4 @@
-"""One row a run: what was asked, how it ended, and both verdicts. Every other table and figure starts
-here.
-"""
+"""One row a run: what was asked, how it ended, and both verdicts. Every other table and figure starts here."""
 
 from __future__ import annotations
 
@@ -28,11 +26,9 @@ EXCLUSIONS = pa.schema(
 
 
 def aggregate(paths: StudyPaths, study: Study, requested: Iterable[RunKey]) -> list[Path]:
-    """Write ``runs``, ``curves`` and ``exclusions`` over the union of the requested runs and all runs of
-    the same hash.
+    """Write ``runs``, ``curves`` and ``exclusions`` over the union of the requested runs and all runs of the same hash.
 
-    Raises :class:`qkpipe.errors.BadInput` naming the requested runs that are not there. Returns the files
-    written.
+    Raises :class:`qkpipe.errors.BadInput` naming the requested runs that are not there. Returns the files written.
     """
     found = union(paths, study, requested)
     rows: list[dict[str, Any]] = []
@@ -58,9 +54,7 @@ def aggregate(paths: StudyPaths, study: Study, requested: Iterable[RunKey]) -> l
 
 
 def describe(run: CompletedRun, curves: pd.DataFrame) -> dict[str, Any]:
-    """What one run was and how it ended (columns of ``runs``); final values carry the last finite value
-    forward.
-    """
+    """What one run was and how it ended (columns of ``runs``); final values carry the last finite value forward."""
     record = run.record
     steps = read_table(run.paths.table("steps"), ["step", "loss", "val_loss"]).to_pandas()
     timing = read_table(run.paths.table("timing"), ["wall_s"]).to_pandas()

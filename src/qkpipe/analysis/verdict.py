@@ -1,13 +1,12 @@
 """Did a run collapse? The crash rules, as pure functions of a training-loss curve.
 
-Both rules look at the smoothed loss e_t (exponential moving average, e_0 = the first loss) and its running
-minimum M_t, and follow *excursions*: one opens when e_t is too far above M_t, and closes when e_t is back
-near M, the value of M_t at the opening. A run has collapsed if an excursion is still open at its end. So a
-spike that recovers is no collapse.
+Both rules look at the smoothed loss e_t (exponential moving average, e_0 = the first loss) and its running minimum M_t, and
+follow *excursions*: one opens when e_t is too far above M_t, and closes when e_t is back near M, the value of M_t at the
+opening. A run has collapsed if an excursion is still open at its end. So a spike that recovers is no collapse.
 
-Decided here, where neither the paper nor the study's text says: the thresholds are reached with >= (opening)
-and <= (closing) in both rules; a non-finite loss is a collapse in both rules, and what follows it is not
-looked at; the paper's rule knows no censoring.
+Decided here, where neither the paper nor the study's text says: the thresholds are reached with >= (opening) and <= (closing)
+in both rules; a non-finite loss is a collapse in both rules, and what follows it is not looked at; the paper's rule knows no
+censoring.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from numpy.typing import ArrayLike, NDArray
 
 @dataclass(frozen=True)
 class CrashRule:
-    """Constants of a crash rule: nat, or a fraction of the progress e_0 - M made so far; the larger of the
-    two counts.
+    """Constants of a crash rule: nat, or a fraction of the progress e_0 - M made so far; the larger of the two counts.
 
-    An excursion opens at ``e_t - M_t >= max(open_fraction * (e_0 - M_t), open_nat)`` and closes at ``e_t - M
-    <= max(close_fraction * (e_0 - M), close_nat)``. One opened in the last ``censor_steps`` steps of a run
-    whose losses are finite is censored: too late to tell from a spike.
+    An excursion opens at ``e_t - M_t >= max(open_fraction * (e_0 - M_t), open_nat)`` and closes at ``e_t - M <=
+    max(close_fraction * (e_0 - M), close_nat)``. One opened in the last ``censor_steps`` steps of a run whose losses are finite
+    is censored: too late to tell from a spike.
     """
 
     open_fraction: float = 0.2
@@ -45,9 +43,7 @@ PAPER = CrashRule(open_fraction=0.0, open_nat=1.5, close_fraction=0.0, close_nat
 
 @dataclass(frozen=True)
 class Verdict:
-    """``index`` points into the loss curve: where the collapse began, or where a censored excursion
-    opened, else None.
-    """
+    """``index`` points into the loss curve: where the collapse began, or where a censored excursion opened, else None."""
 
     collapsed: bool
     censored: bool
@@ -76,8 +72,7 @@ def finite_length(loss: ArrayLike) -> int:
 def judge(loss: ArrayLike, rule: CrashRule = PRIMARY) -> Verdict:
     """Verdict on the training losses of one run, one a step from the first step on.
 
-    An empty curve, or one too short to open an excursion, has not collapsed. Null losses are to be given as
-    NaN.
+    An empty curve, or one too short to open an excursion, has not collapsed. Null losses are to be given as NaN.
     """
     losses = np.asarray(loss, dtype=np.float64)
     if losses.ndim != 1:

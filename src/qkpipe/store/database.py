@@ -36,12 +36,11 @@ DESCRIPTIONS = {
 
 
 def build(paths: StudyPaths, copy_limit: int = COPY_LIMIT) -> Path:
-    """Make the database anew from ``analysis/*.parquet``, ``tables/*.parquet`` and the telemetry of the
-    runs in ``runs``.
+    """Make the database anew from ``analysis/*.parquet``, ``tables/*.parquet`` and the telemetry of the runs in ``runs``.
 
-    Telemetry tables of more than ``copy_limit`` rows are left out; ``FROM telemetry(root, name)`` reads any
-    telemetry table from Parquet, ``root`` being the folder of the scale (``results/micro``). The old file
-    stays until the new one is whole. Returns the database's path.
+    Telemetry tables of more than ``copy_limit`` rows are left out; ``FROM telemetry(root, name)`` reads any telemetry table
+    from Parquet, ``root`` being the folder of the scale (``results/micro``). The old file stays until the new one is whole.
+    Returns the database's path.
     """
     runs = read_table(paths.analysis("runs"), ["arm", "seed"]).to_pylist()
     tables = {path.stem: [path] for path in sorted(paths.analysis("*").parent.glob("*.parquet"))}
@@ -70,9 +69,7 @@ def build(paths: StudyPaths, copy_limit: int = COPY_LIMIT) -> Path:
 
 
 def query(database: Path, sql: str) -> pa.Table:
-    """Result of one SQL query on ``database``, opened read-only; :class:`BadInput` with DuckDB's first
-    line otherwise.
-    """
+    """Result of one SQL query on ``database``, opened read-only; :class:`BadInput` with DuckDB's first line otherwise."""
     if not database.exists():
         raise BadInput(f"{database}: no such file; it is built by the study's database step")
     try:

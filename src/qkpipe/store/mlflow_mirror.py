@@ -1,8 +1,8 @@
 """Mirrors runs to MLflow. Parquet is the truth and MLflow a view: one process writes it, workers never do.
 
-A mirrored run is found by its tag ``qkpipe.run_id``; how far it got is the tag ``qkpipe.mirrored_step``. A
-second mirror of a finished run adds nothing, and an interrupted one goes on where it stopped: a metric's time
-stamp is the run's start plus its step in milliseconds, so that writing a batch twice is writing it once.
+A mirrored run is found by its tag ``qkpipe.run_id``; how far it got is the tag ``qkpipe.mirrored_step``. A second mirror of a
+finished run adds nothing, and an interrupted one goes on where it stopped: a metric's time stamp is the run's start plus its
+step in milliseconds, so that writing a batch twice is writing it once.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ OUTCOMES = ("collapsed", "collapse_step", "censored", "collapsed_paper", "fire_s
 def mirror(paths: StudyPaths, study: Study, tracking_uri: str | None = None, watch: bool = False) -> int:
     """Bring MLflow up to date with the runs of the current config; returns how many runs were written to.
 
-    The store is ``tracking_uri``, by default ``sqlite:///mlflow.db`` in the working directory, where ``mlflow
-    ui`` looks. With ``watch``, goes on until interrupted, and shows unfinished runs of the study's targets as
-    far as their last checkpoint.
+    The store is ``tracking_uri``, by default ``sqlite:///mlflow.db`` in the working directory, where ``mlflow ui`` looks. With
+    ``watch``, goes on until interrupted, and shows unfinished runs of the study's targets as far as their last checkpoint.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     from mlflow import MlflowClient
@@ -59,6 +58,8 @@ def mirror(paths: StudyPaths, study: Study, tracking_uri: str | None = None, wat
 
 
 def _mirror_once(client: MlflowClient, paths: StudyPaths, study: Study, live: bool) -> int:
+    from mlflow.entities import RunTag
+
     name = f"qkpipe-{study.scale}"
     known = client.get_experiment_by_name(name)
     experiment = known.experiment_id if known else client.create_experiment(name)
@@ -78,8 +79,9 @@ def _mirror_once(client: MlflowClient, paths: StudyPaths, study: Study, live: bo
             "qkpipe.code_version": done.record["code_version"],
             "qkpipe.stop_reason": done.record["stop_reason"],
         }
-        for key, value in (tags | outcome).items():
-            client.set_tag(run.info.run_id, key, value)
+        client.log_batch(
+            run.info.run_id, tags=[RunTag(key, value) for key, value in (tags | outcome).items()]
+        )
         client.set_terminated(run.info.run_id, "FINISHED", end_time=_ended_ms(done))
         written += 1
     if live:

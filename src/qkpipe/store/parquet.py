@@ -16,8 +16,7 @@ from qkpipe.telemetry.writer import write_parquet
 
 
 def write_table(path: Path, rows: pa.Table | Sequence[Mapping[str, Any]], schema: pa.Schema) -> None:
-    """Write ``rows`` (a table, or one mapping a row) with exactly ``schema``; the old file stays until the
-    new is whole.
+    """Write ``rows`` (a table, or one mapping a row) with exactly ``schema``; the old file stays until the new is whole.
 
     Raises :class:`ValueError` for a row with a column that the schema does not have; absent columns are null.
     """
@@ -42,9 +41,7 @@ def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
 
 
 def read_runs(runs: Iterable[RunPaths], name: str, columns: list[str] | None = None) -> pa.Table:
-    """Telemetry table ``name`` of many runs, one after the other; empty with its schema where there are
-    none.
-    """
+    """Telemetry table ``name`` of many runs, one after the other; empty with its schema where there are none."""
     tables = [read_table(run.table(name), columns) for run in runs]
     if tables:
         return pa.concat_tables(tables)

@@ -63,9 +63,7 @@ def scan(paths: StudyPaths, study: Study) -> Scan:
 
 
 def union(paths: StudyPaths, study: Study, requested: Iterable[RunKey]) -> Scan:
-    """:func:`scan`, after making sure that every requested run is there; :class:`BadInput` names those
-    that are not.
-    """
+    """:func:`scan`, after making sure that every requested run is there; :class:`BadInput` names those that are not."""
     found = scan(paths, study)
     missing = [key for key in requested if key not in {run.key for run in found.completed}]
     if missing:

@@ -1,9 +1,7 @@
-"""Writes a run's telemetry: rows are buffered in memory, flushed as numbered parts, and joined when the
-run ends.
+"""Writes a run's telemetry: rows are buffered in memory, flushed as numbered parts, and joined when the run ends.
 
-A part belongs to a checkpoint: training flushes, remembers the count inside the checkpoint, and on resume
-drops the parts written after it. So the joined tables of a killed and resumed run equal those of an unbroken
-one bit for bit.
+A part belongs to a checkpoint: training flushes, remembers the count inside the checkpoint, and on resume drops the parts
+written after it. So the joined tables of a killed and resumed run equal those of an unbroken one bit for bit.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from qkpipe.telemetry.schema import TABLES
 def write_parquet(path: Path, table: pa.Table) -> None:
     """Write ``table`` so that a reader sees the old file or the new one, never a torn one.
 
-    Equal tables give equal bytes: chunks are merged first, so that row groups do not tell how the table came
-    about.
+    Equal tables give equal bytes: chunks are merged first, so that row groups do not tell how the table came about.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -42,8 +39,7 @@ def write_parquet(path: Path, table: pa.Table) -> None:
 class PartWriter:
     """Telemetry of one run between its checkpoints.
 
-    It starts at the parts already on disk: call :meth:`truncate` first, with the checkpoint's count, or 0
-    when fresh.
+    It starts at the parts already on disk: call :meth:`truncate` first, with the checkpoint's count, or 0 when fresh.
     """
 
     def __init__(self, scratch: ScratchPaths, run_id: str) -> None:
@@ -65,9 +61,7 @@ class PartWriter:
         self._rows[table] += 1
 
     def flush(self) -> int:
-        """Write the buffered rows as one more part; returns the count of parts, to be kept in the
-        checkpoint.
-        """
+        """Write the buffered rows as one more part; returns the count of parts, to be kept in the checkpoint."""
         filled = [name for name in RUN_TABLES if self._rows[name]]
         if filled:
             for name in filled:
