@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import binomtest
 from statsmodels.stats.multitest import multipletests
+from statsmodels.stats.proportion import proportion_confint
 
 from qkpipe.errors import BadInput
 
@@ -75,17 +76,17 @@ class TestResult:
 # ---- counts
 
 
-def clopper_pearson(
-    k: int, n: int, level: float = 0.95, side: Literal["both", "upper"] = "both"
-) -> tuple[float, float]:
-    """Exact interval of a proportion seen as k of n; (0, 1) at n = 0. ``upper``: all of 1 - level is on the
-    upper bound, so that 0 of n ("none") gives 1 - (1 - level)^(1/n).
-    """
+def clopper_pearson(k: int, n: int, level: float = 0.95) -> tuple[float, float]:
+    """Exact two-sided interval of a proportion seen as k of n; (0, 1) at n = 0."""
     if n == 0:
         return 0.0, 1.0
-    alternative = {"both": "two-sided", "upper": "less"}[side]
-    interval = binomtest(k, n, alternative=alternative).proportion_ci(level, method="exact")
-    return float(interval.low), float(interval.high)
+    low, high = proportion_confint(k, n, 1 - level, method="beta")
+    return float(low), float(high)
+
+
+def upper_bound(k: int, n: int, level: float = 0.95) -> float:
+    """Exact one-sided upper bound of a proportion seen as k of n; "none of n" gives 1 - (1 - level)^(1/n)."""
+    return clopper_pearson(k, n, 2 * level - 1)[1]
 
 
 def mcnemar_p(pairs: Pairs, alternative: Alternative) -> float:
@@ -111,7 +112,7 @@ def mcnemar(pairs: Pairs, alternative: Literal["greater", "less"], alpha: float)
         low, high = clopper_pearson(int((difference > 0).sum()), discordant, 1 - 2 * alpha)
         low, high = (2 * low - 1) * discordant / n, (2 * high - 1) * discordant / n
     else:
-        high = clopper_pearson(0, n, 1 - alpha, side="upper")[1]
+        high = upper_bound(0, n, 1 - alpha)
         low = -high
     return TestResult(
         n,
