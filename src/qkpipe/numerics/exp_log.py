@@ -9,7 +9,11 @@ units in the last place (tested).
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+
+from qkpipe.numerics._numba import helper
+from qkpipe.numerics.minifloat import to_bits_nb, to_float_nb
 
 LOG2_E = 1.44269504088896341
 LN2_HIGH = 0.693359375  # 9 significant bits: n * LN2_HIGH is exact for |n| < 2^15
@@ -85,3 +89,63 @@ def log_f32(x: torch.Tensor) -> torch.Tensor:
 
 def _pattern(x: float) -> int:
     return int(torch.tensor(x, dtype=torch.float32).view(torch.int32))
+
+
+# The same on float32 scalars, for compiled loops. Constants are typed, or numba would compute in float64.
+_F = np.float32
+_LOG2_E, _LN2_HIGH, _LN2_LOW = _F(LOG2_E), _F(LN2_HIGH), _F(LN2_LOW)
+_ROUND_TO_INT, _EXP_MAX, _EXP_MIN = _F(ROUND_TO_INT), _F(EXP_MAX), _F(EXP_MIN)
+_E0, _E1, _E2, _E3, _E4, _E5 = (_F(c) for c in EXP_POLY)
+_L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = (_F(c) for c in LOG_POLY)
+_ROUND_PATTERN = np.int32(_pattern(ROUND_TO_INT))
+_ONE, _HALF, _ZERO, _INF, _NAN = _F(1), _F(0.5), _F(0), _F(np.inf), _F(np.nan)
+_SQRT_HALF, _TWO_23, _SMALLEST_NORMAL = _F(SQRT_HALF), _F(TWO_23), _F(SMALLEST_NORMAL)
+
+
+@helper
+def exp_nb(x):
+    """`exp_f32` of a float32: the same bits, no branch."""
+    x = _EXP_MAX if x > _EXP_MAX else x
+    x = _EXP_MIN if x < _EXP_MIN else x
+    shifted = x * _LOG2_E + _ROUND_TO_INT
+    n_float = shifted - _ROUND_TO_INT
+    r = (x - n_float * _LN2_HIGH) - n_float * _LN2_LOW
+    poly = ((((_E0 * r + _E1) * r + _E2) * r + _E3) * r + _E4) * r + _E5
+    y = (poly * (r * r) + r) + _ONE
+    n = np.int32(to_bits_nb(shifted) - _ROUND_PATTERN)
+    half = np.int32(n >> np.int32(1))
+    low = to_float_nb(np.int32(np.int32(half + np.int32(127)) << np.int32(23)))
+    high = to_float_nb(np.int32(np.int32(np.int32(n - half) + np.int32(127)) << np.int32(23)))
+    return (y * low) * high
+
+
+@helper
+def log_nb(x):
+    """`log_f32` of a float32: the same bits."""
+    if x != x or x < _ZERO:
+        return _NAN
+    if x == _ZERO:
+        return -_INF
+    if x == _INF:
+        return x
+    subnormal = x < _SMALLEST_NORMAL
+    bits = to_bits_nb(x * _TWO_23 if subnormal else x)
+    exponent = (bits >> 23) - 126 - (23 if subnormal else 0)
+    fraction = to_float_nb(np.int32((bits & 0x007FFFFF) | 0x3F000000))
+    if fraction < _SQRT_HALF:
+        exponent -= 1
+        fraction = fraction + fraction
+    e = _F(exponent)
+    f = fraction - _ONE
+    z = f * f
+    poly = _L0 * f + _L1
+    poly = poly * f + _L2
+    poly = poly * f + _L3
+    poly = poly * f + _L4
+    poly = poly * f + _L5
+    poly = poly * f + _L6
+    poly = poly * f + _L7
+    poly = poly * f + _L8
+    y = (poly * f) * z + e * _LN2_LOW
+    y = y - z * _HALF
+    return (f + y) + e * _LN2_HIGH

@@ -141,6 +141,41 @@ class StreamPrecision:
 QUANTITIES = tuple(f.name for f in fields(StreamPrecision))
 CARRIES = ("acc", "l", "m")
 
+ROUNDING_POINTS = {
+    "in_q": "io",
+    "in_k": "io",
+    "in_v": "io",
+    "in_do": "io",
+    "out": "io",
+    "out_dq": "io",
+    "out_dk": "io",
+    "out_dv": "io",
+    "qk": "qk",
+    "s": "s",
+    "m": "m",
+    "m_step": "s_minus_m",
+    "rescale": "rescale",
+    "s_minus_m": "s_minus_m",
+    "p": "p",
+    "block_sum": "block_sum",
+    "l": "l",
+    "l_low": "l",
+    "p_operand": "p_operand",
+    "pv": "pv",
+    "acc": "acc",
+    "acc_low": "acc",
+    "o": "o",
+    "lse": "lse",
+    "bwd_qk": "bwd_s",
+    "bwd_s": "bwd_s",
+    "bwd_p": "bwd_p",
+    "dp": "dp",
+    "delta_prod": "delta_prod",
+    "delta_sum": "delta_sum",
+    "ds": "ds",
+}
+"""Every rounding point and the quantity whose precision it has; its place here numbers its random stream."""
+
 
 @dataclass(frozen=True)
 class StreamRepair:

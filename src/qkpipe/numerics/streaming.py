@@ -20,7 +20,7 @@ Forward, for query row i:
      3  S_j            R_s(R_qk(x_j) * scale)
     for each tile of `tile` keys that the row sees anything of, from the left, starting at m = -inf, l = 0,
     acc = 0:
-     4  top            max_j S_j over the tile; moved by the tied-maximum shift (`StreamRepair`) if that is on:
+     4  top            max_j S_j over the tile; moved by the tied-maximum shift (`StreamRepair`) if it is on:
                        ties are counted among the S_j of the tile, the shift itself is one fp32 product
      5  m'             R_m(max(m, top))
      6  alpha          R_rescale(exp(R_s_minus_m(m - m')))
@@ -29,14 +29,15 @@ Forward, for query row i:
      9  l'             R_l(l * alpha + b)
     10  pv             R_pv(dot(R_p_operand(P_j), v_j)) over the tile's keys
     11  acc'           R_acc(acc * alpha + pv)
-        compensated:   total = (acc * alpha + low * alpha) + pv; acc' = R_acc(total); low' = R_acc(total -
-                       acc'); the same for l; at the end acc + low and l + low take the place of acc and l
+        compensated:   total = (acc * alpha + low * alpha) + pv;  acc' = R_acc(total);
+                       low' = R_acc(total - acc');  the same for l;
+                       at the end acc + low and l + low take the place of acc and l
     12  o              acc / l
     13  O              R_o(o);  with out_gain g != 1:  O = E + g * (R_o(o) - E),  o = E + g * (o - E)
     14  out            R_io(O)
     15  LSE            R_lse(m + log(l));  lse="exact":  M + log(Z), not rounded further
-        where over the scores before any rounding, raw_j = x_j * scale:  M = max_j raw_j,  e_j = exp(raw_j -
-        M), Z = sum_j e_j,  E = dot(e_j, v_j) / Z
+        where over the scores before any rounding, raw_j = x_j * scale:
+        M = max_j raw_j,  e_j = exp(raw_j - M),  Z = sum_j e_j,  E = dot(e_j, v_j) / Z
 
 Backward, for query row i (tiles play no part):
 
@@ -45,17 +46,17 @@ Backward, for query row i (tiles play no part):
     18  S_j            R_bwd_s(R_bwd_s(x_j) * scale)
     19  P_j            R_bwd_p(exp(S_j - LSE))
     20  dP_j           R_dp(dot(dO_i, v_j)) over the head dimension
-    21  delta          "o", "o_fp32":  R_delta_sum(sum_d R_delta_prod(dO_id * O_id)), O being `out` of 14 or o of 13
+    21  delta          "o", "o_fp32":  R_delta_sum(sum_d R_delta_prod(dO_id * O_id)), O: `out` of 14, o of 13
                        "p":  d_P = dot(P_j, dP_j) / sum_j P_j
                        with delta_gain g != 1:  d_P + g * (delta - d_P)
     22  dS_j           R_ds(P_j * (dP_j - delta))
-    23  dQ_i           R_io(dot(dS_ij, k_j) over j * scale)
-    24  dK_j           R_io(dot(dS_ij, q_i) over i * scale)
+    23  dQ_i           R_io((dot(dS_ij, k_j) over j) * scale)
+    24  dK_j           R_io((dot(dS_ij, q_i) over i) * scale)
     25  dV_j           R_io(dot(P_ij, dO_i) over i)
         With grouped queries the sums over i in 24 and 25 run over the group's heads, then over i.
 
 Stochastic rounding draws from `counter_rng`: stream (point, tile), counter = the row-major number of the
-element in the tile's (B, H, Tq, ...) tensor; the points are `POINTS`. A forward and its backward draw
+element in the tile's (B, H, Tq, ...) tensor; the points are `ROUNDING_POINTS`. A forward and its backward draw
 independently.
 
 Statistics, per (B, H), from 15 and 22: max_logit = max raw; entropy = mean over rows of log(Z) - dot(e_j,
@@ -67,6 +68,7 @@ stay in float64 until the end.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,45 +76,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from qkpipe.errors import BadInput
+from qkpipe.numerics._numba import HAVE_NUMBA
 from qkpipe.numerics.counter_rng import fold_in, stream_keys
 from qkpipe.numerics.exp_log import exp_f32, log_f32
 from qkpipe.numerics.minifloat import round_minifloat
-from qkpipe.numerics.precision import StreamPrecision, StreamRepair
-
-POINTS = {
-    "in_q": "io",
-    "in_k": "io",
-    "in_v": "io",
-    "in_do": "io",
-    "out": "io",
-    "out_dq": "io",
-    "out_dk": "io",
-    "out_dv": "io",
-    "qk": "qk",
-    "s": "s",
-    "m": "m",
-    "m_step": "s_minus_m",
-    "rescale": "rescale",
-    "s_minus_m": "s_minus_m",
-    "p": "p",
-    "block_sum": "block_sum",
-    "l": "l",
-    "l_low": "l",
-    "p_operand": "p_operand",
-    "pv": "pv",
-    "acc": "acc",
-    "acc_low": "acc",
-    "o": "o",
-    "lse": "lse",
-    "bwd_qk": "bwd_s",
-    "bwd_s": "bwd_s",
-    "bwd_p": "bwd_p",
-    "dp": "dp",
-    "delta_prod": "delta_prod",
-    "delta_sum": "delta_sum",
-    "ds": "ds",
-}
-"""Every rounding point and the quantity whose precision it has; its place in this list numbers its random stream."""
+from qkpipe.numerics.precision import ROUNDING_POINTS, StreamPrecision, StreamRepair
 
 
 @dataclass
@@ -226,9 +194,10 @@ def attention_stats(
     call = Call(causal, scale, k.shape[2], StreamPrecision(), StreamRepair(lse="exact"), 0, True)
     stats = _empty_stats(q)
     q, k, v = q.detach(), k.detach(), v.detach()
-    _, _, lse = _forward(q, k, v, call, stats)
+    path = _path(q)
+    _, _, lse = path.forward(q, k, v, call, stats)
     if o is not None:
-        _backward(q, k, v, o.detach(), lse, do.detach(), call, stats)
+        path.backward(q, k, v, o.detach(), lse, do.detach(), call, stats)
     return stats
 
 
@@ -263,8 +232,7 @@ def _empty_stats(q: torch.Tensor) -> StreamStats:
 class _StreamingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, call, stats):
-        q, k, v = (_at_precision(call, point, x) for point, x in (("in_q", q), ("in_k", k), ("in_v", v)))
-        out, o_delta, lse = _forward(q, k, v, call, stats)
+        out, o_delta, lse = _path(q).forward(q, k, v, call, stats)
         ctx.save_for_backward(q, k, v, o_delta, lse)
         ctx.call, ctx.stats = call, stats
         return out
@@ -272,17 +240,23 @@ class _StreamingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        do = _at_precision(ctx.call, "in_do", do)
-        dq, dk, dv = _backward(*ctx.saved_tensors, do, ctx.call, ctx.stats)
-        return dq, dk, dv, None, None
+        q, k, v, o_delta, lse = ctx.saved_tensors
+        return *_path(q).backward(q, k, v, o_delta, lse, do, ctx.call, ctx.stats), None, None
 
 
-def _forward(q, k, v, call: Call, stats: StreamStats | None):
-    return forward_reference(q, k, v, call, stats)
+class Path(NamedTuple):
+    """One implementation of the recurrence: the plain reference, the compiled CPU path."""
+
+    forward: Callable
+    backward: Callable
 
 
-def _backward(q, k, v, o_delta, lse, do, call: Call, stats: StreamStats | None):
-    return backward_reference(q, k, v, o_delta, lse, do, call, stats)
+def _path(q: torch.Tensor) -> Path:
+    if HAVE_NUMBA and q.device.type == "cpu":
+        from qkpipe.numerics import streaming_compiled
+
+        return Path(streaming_compiled.forward, streaming_compiled.backward)
+    return REFERENCE
 
 
 # The reference: plain PyTorch, slow and easy to check against the list above.
@@ -290,10 +264,10 @@ def _backward(q, k, v, o_delta, lse, do, call: Call, stats: StreamStats | None):
 
 def _at_precision(call: Call, point: str, x: torch.Tensor, tile_index: int = 0) -> torch.Tensor:
     """R of the named rounding point."""
-    rounding = getattr(call.precision, POINTS[point])
+    rounding = getattr(call.precision, ROUNDING_POINTS[point])
     if rounding.bits == 23:
         return x
-    stream = fold_in(list(POINTS).index(point), tile_index) if rounding.mode == "stochastic" else 0
+    stream = fold_in(list(ROUNDING_POINTS).index(point), tile_index) if rounding.mode == "stochastic" else 0
     return round_minifloat(x, rounding.bits, rounding.mode, seed=call.seed, stream=stream)
 
 
@@ -315,7 +289,7 @@ def _dot(a_IC: torch.Tensor, b_JC: torch.Tensor) -> torch.Tensor:
 
 
 def _dot_seen(a_IC: torch.Tensor, b_CD: torch.Tensor, seen_IC: torch.Tensor) -> torch.Tensor:
-    """sum_c a_ic b_cd over the c that i sees, in index order, in float64, rounded to fp32 once: (..., I, D)."""
+    """The same over a_ic b_cd, for the c that i sees: (..., I, D)."""
     a, b = a_IC.double(), b_CD.double()
     total = torch.zeros(*a.shape[:-1], b.shape[-1], dtype=torch.float64, device=a.device)
     for c in range(a.shape[-1]):
@@ -330,12 +304,13 @@ def _seen(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
 
 
 def forward_reference(q, k, v, call: Call, stats: StreamStats | None):
-    """Points 2 to 15. Returns (out, the O that delta is taken from, LSE) and fills in the forward's statistics."""
+    """Points 1 to 15. Returns (out, the O that delta is taken from, LSE); fills in the forward's statistics."""
     repair = call.repair
 
     def rounded(point, x, tile_index=0):
         return _at_precision(call, point, x, tile_index)
 
+    q, k, v = rounded("in_q", q), rounded("in_k", k), rounded("in_v", v)
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     seen = _seen(q, k, call.causal)
@@ -416,13 +391,14 @@ def _carry(call: Call, name, value, low, alpha, addend, tile_index):
 
 
 def backward_reference(q, k, v, o_delta, lse, do, call: Call, stats: StreamStats | None):
-    """Points 17 to 25. Returns (dQ, dK, dV) and fills in the backward's statistics."""
+    """Points 16 to 25. Returns (dQ, dK, dV) and fills in the backward's statistics."""
     repair = call.repair
 
     def rounded(point, x):
         return _at_precision(call, point, x)
 
-    B, H_kv, Tk, D = k.shape
+    q, k, v, do = rounded("in_q", q), rounded("in_k", k), rounded("in_v", v), rounded("in_do", do)
+    B, H_kv = k.shape[:2]
     group = q.shape[1] // H_kv
     k_H, v_H = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     seen = _seen(q, k, call.causal)
@@ -444,12 +420,13 @@ def backward_reference(q, k, v, o_delta, lse, do, call: Call, stats: StreamStats
         stats.residual_mean.copy_(_sum(row) / q.shape[2])
 
     def by_group(x):
-        return x.reshape(
-            B, H_kv, -1, x.shape[-1]
-        )  # (B, H_kv, group * Tq, ...): the order of the sum over rows
+        return x.reshape(B, H_kv, -1, x.shape[-1])  # (B, H_kv, group * Tq, ...): the order of summation
 
     seen_KN = seen.T.repeat(1, group)
     dq = rounded("out_dq", _dot_seen(ds, k_H, seen) * call.scale)
     dk = rounded("out_dk", _dot_seen(by_group(ds).mT, by_group(q), seen_KN) * call.scale)
     dv = rounded("out_dv", _dot_seen(by_group(p).mT, by_group(do), seen_KN))
     return dq, dk, dv
+
+
+REFERENCE = Path(forward_reference, backward_reference)
