@@ -1,0 +1,1 @@
+"""Figures and the HTML report; they read tables and draw, every number comes from Parquet."""
