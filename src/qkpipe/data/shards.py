@@ -38,19 +38,24 @@ def prepare(study: Study, paths: StudyPaths) -> Path:
     name, tokenizer_name = study.scale_config.corpus, study.scale_config.tokenizer
     tokenizer = study.config.tokenizers[tokenizer_name]
     corpus = load_corpus(study.config.corpora[name], paths.root / "results" / "downloads")
-    folder = paths.data(name, tokenizer_name)
-    folder.mkdir(parents=True, exist_ok=True)
-    meta: dict[str, Any] = {
+    about = {
         "corpus": name,
         "tokenizer": tokenizer_name,
-        "vocab_size": tokenizer.vocab_size,
-        "dtype": "uint8",
         "source": study.config.corpora[name].model_dump(mode="json"),
         "files": [{"name": file, "sha256": digest, "bytes": size} for file, digest, size in corpus.files],
     }
+    splits = {split: np.frombuffer(getattr(corpus, split), dtype=np.uint8) for split in SPLITS}
+    return write_tokens(paths.data(name, tokenizer_name), splits, tokenizer.vocab_size, about)
+
+
+def write_tokens(
+    folder: Path, splits: dict[str, np.ndarray], vocab_size: int, about: dict[str, Any] | None = None
+) -> Path:
+    """Write both splits (one-dimensional, unsigned integers of one dtype) and ``meta.json``; ``about`` is kept in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    meta = {**(about or {}), "vocab_size": vocab_size, "dtype": str(splits["train"].dtype)}
     for split in SPLITS:
-        tokens = np.frombuffer(getattr(corpus, split), dtype=np.uint8)
-        meta[split] = _write_shards(folder, split, tokens)
+        meta[split] = _write_shards(folder, split, splits[split])
     meta["data_hash"] = _data_hash(meta)
     _write_atomically(folder / "meta.json", (json.dumps(meta, indent=1) + "\n").encode())
     return folder
@@ -67,7 +72,13 @@ def open_tokens(folder: Path, context: int) -> Tokens:
         meta = json.loads(meta_file.read_text())
     except FileNotFoundError:
         raise BadInput(f"{meta_file}: no such file; `qkpipe data` writes it") from None
-    if _data_hash(meta) != meta.get("data_hash"):
+    except ValueError:
+        raise BadInput(f"{meta_file}: not valid JSON; delete the folder and run `qkpipe data`") from None
+    try:
+        intact = _data_hash(meta) == meta["data_hash"]
+    except (KeyError, TypeError):
+        intact = False
+    if not intact:
         raise BadInput(
             f"{meta_file}: data_hash does not match the shard list; delete the folder and run `qkpipe data`"
         )
@@ -105,16 +116,12 @@ def _open_split(folder: Path, meta: dict[str, Any], split: str) -> np.ndarray:
         if hashlib.sha256(tokens).hexdigest() != shard["sha256"]:
             raise BadInput(f"{path}: altered shard: its SHA-256 is not the one in meta.json")
         parts.append(tokens)
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, meta["dtype"]), *parts])
 
 
 def _data_hash(meta: dict[str, Any]) -> str:
-    """Hash of what training reads: vocabulary and every shard's content, in order."""
-    content = [
-        meta.get("vocab_size"),
-        meta.get("dtype"),
-        *[[s["sha256"] for s in meta.get(split, [])] for split in SPLITS],
-    ]
+    """Hash of what training reads: vocabulary, and every shard's name, size and content, in order."""
+    content = [meta["vocab_size"], meta["dtype"], *[meta[split] for split in SPLITS]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
