@@ -113,14 +113,14 @@ class Transformer(nn.Module):
         ]
         for linear, _ in linears:
             linear.weight_gradient = None
-        saved = [(attention.kernel, attention.tap) for attention in self.attentions]
+        saved = [(attention.kernel, attention.tap, attention.sensing) for attention in self.attentions]
         for attention in self.attentions:
             attention.kernel, attention.tap, attention.sensing = kernel, None, False
         try:
             yield
         finally:
-            for attention, (own_kernel, tap) in zip(self.attentions, saved, strict=True):
-                attention.kernel, attention.tap, attention.sensing = own_kernel, tap, True
+            for attention, own in zip(self.attentions, saved, strict=True):
+                attention.kernel, attention.tap, attention.sensing = own
             for linear, weight_gradient in linears:
                 linear.weight_gradient = weight_gradient
 
