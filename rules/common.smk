@@ -61,7 +61,12 @@ DATA = PATHS.data(STUDY.scale_config.corpus, STUDY.scale_config.tokenizer)
 LOGS = f"logs/{STUDY.scale}"
 CONFIG_HASHES = {arm: STUDY.resolve(arm, 0).config_hash for arm in STUDY.runnable}
 COMPILED = PATHS.results / "kernels.compiled"
-FIGURES = ("dissociation", "probe", "guard")
+# Figures, and the analyses each reads.
+FIGURES = {
+    "dissociation": [PATHS.analysis(name) for name in ("dissociation", "curves", "runs")],
+    "probe": [PATHS.analysis("probe_curves")],
+    "guard": [PATHS.analysis(name) for name in ("guard_curves", "guard_firing")],
+}
 MIRRORED = PATHS.results / "mlflow.mirrored"
 
 # Rules say `qkpipe COMMAND`; which interpreter, study and scale that means is said here, where it triggers no rerun.

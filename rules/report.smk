@@ -1,33 +1,29 @@
 # What a person looks at.
 
 
-rule figures:
+rule figure:
     input:
-        rules.runs.output,
-        rules.dissociation.output,
-        rules.probe.output,
-        rules.guard.output,
+        lambda wildcards: FIGURES[wildcards.figure],
     output:
-        svg=[
-            report(
-                PATHS.figure(name),
-                caption=f"../workflow/report/{name}.rst",
-                category="Figures",
-            )
-            for name in FIGURES
-        ],
-        png=[PATHS.figure(name, "png") for name in FIGURES],
+        svg=report(
+            PATHS.figure("{figure}"),
+            caption="../workflow/report/{figure}.rst",
+            category="Figures",
+        ),
+        png=PATHS.figure("{figure}", "png"),
+    wildcard_constraints:
+        figure="|".join(FIGURES),
     log:
-        f"{LOGS}/figures.log",
+        LOGS + "/figure/{figure}.log",
     message:
-        "Drawing the figures"
+        "Drawing figure {wildcards.figure}"
     shell:
-        "qkpipe figures > {log} 2>&1"
+        "qkpipe figure {wildcards.figure} > {log} 2>&1"
 
 
 rule report:
     input:
-        rules.figures.output,
+        expand(rules.figure.output, figure=FIGURES),
         rules.runs.output,
         rules.contrasts.output,
     output:

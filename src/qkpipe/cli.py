@@ -74,7 +74,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     _seeds(runs)
     analyse = command("analyse", _analyse, "build one analysis")
     analyse.add_argument("name", choices=ANALYSES)
-    command("figures", _figures, "draw the figures")
+    figure = command("figure", _figure, "draw one figure")
+    figure.add_argument("name")
     command("report", _report, "write the HTML report")
     command("database", _database, "build study.duckdb")
     mirror = command("mirror", _mirror, "mirror finished runs into MLflow (mlflow.db in the root)")
@@ -171,11 +172,11 @@ def _analyse(args: argparse.Namespace) -> None:
     importlib.import_module(f"qkpipe.analysis.{args.name}").build(paths, study)
 
 
-def _figures(args: argparse.Namespace) -> None:
+def _figure(args: argparse.Namespace) -> None:
     from qkpipe.report.figures import draw
 
-    study, paths = _study(args)
-    draw(paths, study)
+    _, paths = _study(args)
+    draw(args.name, paths)
 
 
 def _report(args: argparse.Namespace) -> None:
