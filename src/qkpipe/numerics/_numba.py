@@ -13,7 +13,7 @@ except ImportError:
 
 
 # No fastmath anywhere: every bit is defined.
-# A helper of a compiled loop. LLVM inlines what is small; numba's own inliner only makes the build slower.
+# A helper of a compiled loop. LLVM inlines what is small; a loop over arrays it calls, at some 50 ns a call.
 helper = njit(nogil=True)
 # An entry point, compiled once and cached beside its source. One caveat of numba's cache: it watches the
 # entry point's own file only, so after editing a helper in another file remove __pycache__.
