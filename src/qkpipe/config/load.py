@@ -39,7 +39,9 @@ class Study:
         arms_file = self.folder / "arms.yaml"
         for name, body in _read(arms_file).items():
             self.arms[str(name)] = _validated(ArmConfig, arms_file, body or {}, prefix=str(name))
-        self.scale = _known(scale or self.config.scale, self.config.scales, self.folder / "study.yaml", "scale")
+        self.scale = _known(
+            scale or self.config.scale, self.config.scales, self.folder / "study.yaml", "scale"
+        )
         self._check_names()
 
     @property
@@ -77,7 +79,10 @@ class Study:
         }
         run = _validated(RunConfig, arms_file, {k: v for k, v in merged.items() if v is not None}, prefix=arm)
         for mechanism in (*run.faults, *run.interventions, *([run.probe] if run.probe else [])):
-            mechanism.check(run)
+            try:
+                mechanism.check(run)
+            except BadInput as error:
+                raise BadInput(f"{arms_file}: {arm}.{error}") from None
         return run
 
     def role(self, arm: str, seed: int) -> str:
@@ -103,7 +108,9 @@ class Study:
         name: str | None = arm
         while name is not None:
             if name in seen:
-                raise BadInput(f"{self.folder / 'arms.yaml'}: {arm}.extends: circle {' -> '.join([*seen, name])}")
+                raise BadInput(
+                    f"{self.folder / 'arms.yaml'}: {arm}.extends: circle {' -> '.join([*seen, name])}"
+                )
             seen.append(name)
             chain.append(self.arms[name])
             name = self.arms[name].extends
