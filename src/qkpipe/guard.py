@@ -36,15 +36,16 @@ class Firing:
 class QKGuard:
     """Sense the maximum attention logit per head, and latch QK normalisation on when it passes ``threshold``.
 
-    A step is one forward in training mode; with ``explicit_steps`` it is all forwards up to a call of :meth:`step` (gradient
-    accumulation), and under torch.distributed the maximum is then taken over ranks. Sensing goes on after firing.
+    A step is one forward of ``model`` in training mode; when accumulating gradients, all forwards up to a call of :meth:`step`.
+    Under torch.distributed the maximum is taken over ranks. Sensing goes on after firing. Forwards in evaluation mode, and the
+    recomputation of activation checkpointing, are not sensed.
 
     Args:
         model: a model with at least one attention layer the guard can act in (modules with a ``qk_site`` slot).
         threshold: tau, in logits after the scale; the paper uses 30.
         mode: ``act``, or ``log`` to record the firing and change nothing.
         every: sense every so many steps.
-        explicit_steps: steps are closed by :meth:`step` alone.
+        explicit_steps: steps are closed by :meth:`step` alone, from the first one on.
         on_fire: called once with the :class:`Firing`.
 
     Raises:
@@ -80,12 +81,17 @@ class QKGuard:
         self.firing: Firing | None = None
         self._step = 0
         self._active = False
-        self._latest = float("nan")
+        self._watching = False
+        self._sensed = False
+        self._restored = float("nan")
         self._sites = [_Site(self) for _ in slots]
         self._slots = slots
         for slot, site in zip(slots, self._sites, strict=True):
             slot.qk_site = site
-        self._hook = model.register_forward_pre_hook(self._begin_forward)
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin_forward),
+            model.register_forward_hook(self._end_forward),
+        ]
 
     @property
     def fired(self) -> bool:
@@ -98,44 +104,67 @@ class QKGuard:
         return self._active
 
     def max_logit(self) -> float:
-        """Largest applied logit of the latest sensed step (after the scale, before any rounding); NaN before the first."""
-        running = [site.running for site in self._sites if site.running is not None]
-        return float(torch.stack([r.max() for r in running]).max()) if running else self._latest
+        """Largest applied logit of the latest sensed step (after the scale, before any rounding); NaN before the first.
+
+        Exact: where sensing made do with a bound, the maximum is computed now. Of this rank alone.
+        """
+        for site in self._sites:
+            site.settle()
+        peaks = [site.exact for site in self._sites if site.exact is not None]
+        return float(torch.stack([peak.max() for peak in peaks]).max()) if peaks else self._restored
 
     def step(self) -> None:
-        """Close a step: take the maximum over its forwards and ranks, and fire if it passed the threshold."""
-        if not self.explicit_steps:
-            raise BadInput(
-                "QKGuard: step() needs explicit_steps=True; without it every training forward is a step"
-            )
-        self._close()
+        """Close a step: take the maximum over its forwards and ranks, and fire if it passed the threshold.
+
+        Optional: the first call makes steps explicit; until then every training forward was one.
+        """
+        if self.explicit_steps:
+            self._close()
+            self._latch()
+        self.explicit_steps = True
 
     def detach(self) -> None:
         """Take the guard off: the model is what it was, and normalisation is off."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         for slot in self._slots:
             slot.qk_site = None
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": self._step,
+            "explicit_steps": self.explicit_steps,
             "active": self._active,
-            "latest": self._latest,
+            "latest": self.max_logit(),
             "firing": asdict(self.firing) if self.firing else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._step, self._active, self._latest = state["step"], state["active"], state["latest"]
+        self._step, self._active, self._restored = state["step"], state["active"], state["latest"]
+        self.explicit_steps = state["explicit_steps"]
         self.firing = Firing(**state["firing"]) if state["firing"] else None
+        for site in self._sites:
+            site.forget()
 
     @property
     def _sensing(self) -> bool:
         return self._step % self.every == 0
 
     def _begin_forward(self, model: nn.Module, _arguments: Any) -> None:
-        pending = any(site.running is not None for site in self._sites)
-        if model.training and pending and not self.explicit_steps:
+        self._latch()
+        self._watching, self._sensed = model.training, False
+        if model.training and not self.explicit_steps:
+            for site in self._sites:
+                site.take()  # left behind by a forward that was broken off
+
+    def _end_forward(self, model: nn.Module, _arguments: Any, _output: Any) -> None:
+        self._watching = False
+        if self._sensed and not self.explicit_steps:
             self._close()
+
+    def _latch(self) -> None:
+        """Only between steps: a layer recomputed in the backward must do what it did in the forward."""
+        self._active = self.mode == "act" and self.fired
 
     def _close(self) -> None:
         if self._sensing:
@@ -149,14 +178,13 @@ class QKGuard:
         flat = torch.cat(peaks)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(flat, op=dist.ReduceOp.MAX)
-        self._latest = float(flat.max())
+        largest = float(flat.max())
         # Written so that a NaN logit counts as past the threshold.
-        if self.firing is None and not self._latest <= self.threshold:
+        if self.firing is None and not largest <= self.threshold:
             where = int(flat.argmax())
             layer = next(i for i in range(len(widths)) if where < sum(widths[: i + 1]))
             head = where - sum(widths[:layer])
-            self.firing = Firing(step=self._step, layer=layer, head=head, logit=self._latest)
-            self._active = self.mode == "act"
+            self.firing = Firing(step=self._step, layer=layer, head=head, logit=largest)
             if self.on_fire is not None:
                 self.on_fire(self.firing)
 
@@ -166,40 +194,73 @@ class _Site:
 
     def __init__(self, guard: QKGuard) -> None:
         self._guard = guard
+        self.forget()
+
+    def forget(self) -> None:
+        # Per head, over the forwards of the open step: what decides on firing, maxima or bounds of them below the threshold.
         self.running: Tensor | None = None
+        # Of the latest step: the maxima known, and queries, keys and scale of a forward of which only the bound is.
+        self.exact: Tensor | None = None
+        self._held: tuple[Tensor, Tensor, float] | None = None
 
     def act(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (unit_rms(q), unit_rms(k)) if self._guard.active else (q, k)
 
+    @torch.no_grad()
     def sense(self, q: Tensor, k: Tensor, scale: float, max_logit_BH: Tensor | None) -> None:
         """``max_logit_BH``: what the kernel saw itself, (B, H); else it is bounded, or computed where the bound is not enough."""
         guard = self._guard
-        if not (torch.is_grad_enabled() and guard._sensing):
+        if not guard._watching:
             return
-        if max_logit_BH is None:
-            peak_H = max_logit_per_head(q.detach(), k.detach(), scale, enough=guard.threshold)
+        guard._sensed = True
+        if not guard._sensing:
+            return
+        if self.running is None:
+            self.forget()
         else:
+            self.settle()  # so that accumulation holds the queries and keys of one forward, not of all
+        if max_logit_BH is not None:
             peak_H = max_logit_BH.detach().float().amax(0)
+            self._know(peak_H)
+        else:
+            peak_H = logit_bound_per_head(q, k, scale)
+            if bool((peak_H <= guard.threshold).all()):
+                self._held = (q.detach(), k.detach(), scale)
+            else:
+                peak_H = max_logit_per_head(q, k, scale)
+                self._know(peak_H)
         self.running = peak_H if self.running is None else torch.maximum(self.running, peak_H)
 
     def take(self) -> Tensor | None:
         peak, self.running = self.running, None
         return peak
 
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Turn a bound into the maximum."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._know(max_logit_per_head(*held))
 
-def max_logit_per_head(q_BHTK: Tensor, k_BGTK: Tensor, scale: float, enough: float | None = None) -> Tensor:
-    """Largest causal logit of every head, (H,), in fp32.
+    def _know(self, peak_H: Tensor) -> None:
+        self.exact = peak_H if self.exact is None else torch.maximum(self.exact, peak_H)
 
-    With ``enough`` the Cauchy-Schwarz bound |scale| * max|q| * max|k| is returned instead where it does not exceed ``enough``
-    for any head: an opaque kernel then costs two norms, and the exact maximum only near the threshold.
-    """
-    B, H, T, _ = q_BHTK.shape
+
+def max_logit_per_head(q_BHTK: Tensor, k_BGTK: Tensor, scale: float) -> Tensor:
+    """Largest causal logit of every head, (H,), in fp32."""
+    _, H, T, _ = q_BHTK.shape
     q, k = q_BHTK.float(), k_BGTK.float().repeat_interleave(H // k_BGTK.shape[1], dim=1)
-    if enough is not None:
-        longest = [torch.linalg.vector_norm(x, dim=-1).amax(-1) for x in (q, k)]
-        bound_H = (abs(scale) * longest[0] * longest[1]).amax(0)
-        if bool((bound_H <= enough).all()):
-            return bound_H
     logits = q @ k.transpose(-1, -2) * scale
     future = torch.ones(T, k.shape[2], dtype=torch.bool, device=q.device).triu(1)
     return logits.masked_fill(future, float("-inf")).amax((0, 2, 3))
+
+
+def logit_bound_per_head(q_BHTK: Tensor, k_BGTK: Tensor, scale: float) -> Tensor:
+    """|scale| * max|q| * max|k| of every head, (H,), in fp32: no logit is above it (Cauchy-Schwarz), at the price of two norms.
+
+    The last factor covers the rounding of the norms and of a logit itself: 2 (K + 3) half-ulps at the most.
+    """
+    group, K = q_BHTK.shape[1] // k_BGTK.shape[1], q_BHTK.shape[-1]
+    longest_BH, longest_BG = (torch.linalg.vector_norm(x.float(), dim=-1).amax(-1) for x in (q_BHTK, k_BGTK))
+    bound_BH = abs(scale) * longest_BH * longest_BG.repeat_interleave(group, dim=1)
+    return bound_BH.amax(0) * (1 + (K + 3) * 2.0**-23)
