@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,7 @@ def evaluate(
     )
 
 
-def build(paths: StudyPaths, study: Study, seeds: Iterable[int] = ()) -> None:
+def build(paths: StudyPaths, study: Study, seeds: Iterable[int] = ()) -> list[Path]:
     """Write ``analysis/claims``, ``claim_parts`` and ``claim_exclusions`` from the runs that are there."""
     config = load_claims(study.folder)
     check_arms(config, study)
@@ -164,9 +165,14 @@ def build(paths: StudyPaths, study: Study, seeds: Iterable[int] = ()) -> None:
     layers = read_runs(folders, "layers", ["run_id", "step", "sigma_q_1"])
     heads = read_runs(folders, "heads", ["run_id", "step", "max_logit"])
     result = evaluate(config, runs, layers, heads, scale=study.scale, seeds=seeds)
-    write_table(paths.analysis("claims"), result.claims, CLAIMS)
-    write_table(paths.analysis("claim_parts"), result.parts, PARTS)
-    write_table(paths.analysis("claim_exclusions"), result.exclusions, EXCLUSIONS)
+    tables = {
+        "claims": (result.claims, CLAIMS),
+        "claim_parts": (result.parts, PARTS),
+        "claim_exclusions": (result.exclusions, EXCLUSIONS),
+    }
+    for name, (table, schema) in tables.items():
+        write_table(paths.analysis(name), table, schema)
+    return [paths.analysis(name) for name in tables]
 
 
 def _test(part: Part, pairs: Pairs, alpha: float) -> TestResult:
