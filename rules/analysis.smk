@@ -4,6 +4,7 @@
 rule runs:
     input:
         tabled_records,
+        code=source("src", "qkpipe", "analysis", "runs.py"),
     output:
         runs=PATHS.analysis("runs"),
         curves=PATHS.analysis("curves"),
@@ -23,6 +24,7 @@ rule runs:
 rule dissociation:
     input:
         rules.runs.output,
+        code=source("src", "qkpipe", "analysis", "dissociation.py"),
     output:
         PATHS.analysis("dissociation"),
     log:
@@ -36,6 +38,7 @@ rule dissociation:
 rule probe:
     input:
         rules.runs.output,
+        code=source("src", "qkpipe", "analysis", "probe.py"),
     output:
         PATHS.analysis("probe_curves"),
     log:
@@ -49,6 +52,7 @@ rule probe:
 rule guard:
     input:
         rules.runs.output,
+        code=source("src", "qkpipe", "analysis", "guard.py"),
     output:
         curves=PATHS.analysis("guard_curves"),
         firing=PATHS.analysis("guard_firing"),

@@ -33,6 +33,11 @@ def validated():
     return study, seeds
 
 
+def source(*parts):
+    """A file of this repository as an input: a step whose code changes is done again, and nothing before it."""
+    return Path(workflow.basedir).joinpath(*parts)
+
+
 def asked_targets():
     """Targets of the study on the command line, else the default one; known only once the workflow is parsed."""
     return [name for name in STUDY.config.targets if name in workflow.dag_settings.targets] or ["core"]
@@ -63,9 +68,9 @@ CONFIG_HASHES = {arm: STUDY.resolve(arm, 0).config_hash for arm in STUDY.runnabl
 COMPILED = PATHS.results / "kernels.compiled"
 # Figures, and the analyses each reads.
 FIGURES = {
-    "dissociation": [PATHS.analysis(name) for name in ("dissociation", "curves", "runs")],
-    "probe": [PATHS.analysis("probe_curves")],
-    "guard": [PATHS.analysis(name) for name in ("guard_curves", "guard_firing")],
+    "dissociation": ("dissociation", "curves", "runs"),
+    "probe": ("probe_curves",),
+    "guard": ("guard_curves", "guard_firing"),
 }
 MIRRORED = PATHS.results / "mlflow.mirrored"
 

@@ -3,7 +3,8 @@
 
 rule figure:
     input:
-        lambda wildcards: FIGURES[wildcards.figure],
+        lambda wildcards: [PATHS.analysis(name) for name in FIGURES[wildcards.figure]],
+        code=source("src", "qkpipe", "report", "{figure}.py"),
     output:
         svg=report(
             PATHS.figure("{figure}"),
@@ -26,6 +27,8 @@ rule report:
         expand(rules.figure.output, figure=FIGURES),
         rules.runs.output,
         rules.contrasts.output,
+        code=source("src", "qkpipe", "report", "html.py"),
+        template=source("workflow", "report", "report.html.j2"),
     output:
         PATHS.report,
     log:
@@ -33,7 +36,7 @@ rule report:
     message:
         "Writing the report"
     shell:
-        "qkpipe report > {log} 2>&1"
+        "qkpipe report --template {input.template:q} > {log} 2>&1"
 
 
 rule mirror:

@@ -4,6 +4,7 @@
 rule contrasts:
     input:
         rules.runs.output,
+        code=source("src", "qkpipe", "analysis", "contrasts.py"),
     output:
         parquet=PATHS.table("contrasts"),
         csv=report(
@@ -26,6 +27,7 @@ rule database:
         rules.probe.output,
         rules.guard.output,
         rules.contrasts.output,
+        code=source("src", "qkpipe", "store", "database.py"),
     output:
         PATHS.database,
     log:

@@ -76,7 +76,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     analyse.add_argument("name", choices=ANALYSES)
     figure = command("figure", _figure, "draw one figure")
     figure.add_argument("name")
-    command("report", _report, "write the HTML report")
+    report = command("report", _report, "write the HTML report")
+    report.add_argument("--template", type=Path, default=Path("workflow/report/report.html.j2"))
     command("database", _database, "build study.duckdb")
     mirror = command("mirror", _mirror, "mirror finished runs into MLflow (mlflow.db in the root)")
     mirror.add_argument("--watch", action="store_true", help="go on, following runs as they train")
@@ -183,7 +184,7 @@ def _report(args: argparse.Namespace) -> None:
     from qkpipe.report.html import build
 
     study, paths = _study(args)
-    build(paths, study)
+    build(paths, study, args.template)
 
 
 def _database(args: argparse.Namespace) -> None:

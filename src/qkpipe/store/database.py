@@ -92,4 +92,5 @@ def _copy(connection: duckdb.DuckDBPyConnection, name: str, files: list[Path], l
         return
     source.create(name)
     if description := DESCRIPTIONS.get(name):
-        connection.execute(f"COMMENT ON TABLE \"{name}\" IS '{description}'")
+        quoted = description.replace("'", "''")
+        connection.execute(f"COMMENT ON TABLE \"{name}\" IS '{quoted}'")
