@@ -12,6 +12,7 @@ from qkpipe.report import style
 from qkpipe.store.parquet import read_table
 
 TABLES = ("dissociation", "curves", "runs")
+QUERY = "SELECT arm, seed, step, loss, sigma_q, max_logit FROM curves ORDER BY ALL"
 CAPTION = (
     "Every arm in a row: smoothed training loss, the largest singular value of W_Q over layers, and the largest attention "
     "logit as applied. Thin lines are seeds, the thick one their median; grey is the median of the arm's twin, which differs by "

@@ -1,4 +1,4 @@
-"""The figures by name. A figure is a module with ``figure(paths)``, ``CAPTION`` and the ``TABLES`` it reads."""
+"""The figures by name. A figure is a module with ``figure(paths)``, ``CAPTION``, the ``TABLES`` it reads and a ``QUERY``."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from qkpipe.report import style
 from qkpipe.store.parquet import read_table
 
 TABLES = ("guard_curves", "guard_firing")
+QUERY = "SELECT panel, role, arm, seed, step, max_logit, sigma_q, loss FROM guard_curves ORDER BY ALL"
 CAPTION = (
     "Anatomy of the guard. Top: the largest attention logit as applied, and the threshold (dashed); middle: the largest "
     "singular value of W_Q over layers; bottom: smoothed loss. Triangles mark the step at which the trigger fired, red crosses "
@@ -36,7 +37,7 @@ def figure(paths: StudyPaths) -> Figure:
     fig, axes = plt.subplots(
         len(MEASURES),
         columns,
-        figsize=(max(6.4, 3.6 * columns), 6.2),
+        figsize=(max(7.6, 3.6 * columns), 6.0),
         sharex=True,
         sharey="row",
         squeeze=False,

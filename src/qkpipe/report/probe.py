@@ -10,6 +10,7 @@ from qkpipe.report import style
 from qkpipe.store.parquet import read_table
 
 TABLES = ("probe_curves",)
+QUERY = "SELECT arm, probe, seed, step, sigma_q, max_logit, loss, on_fraction FROM probe_curves ORDER BY ALL"
 CAPTION = (
     "Causal probe: the update's component along the leading singular directions of W_Q and W_K is taken out (on target), or "
     "the same energy is taken from the rest (off target). Top left: the largest singular value of W_Q over layers; top right: "

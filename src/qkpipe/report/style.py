@@ -32,7 +32,9 @@ LOG_SCALED = {"sigma_q", "max_logit"}
 
 
 def apply() -> None:
-    """Set the style; SVG text stays text, and neither dates nor random ids enter the files."""
+    """Set the style; text becomes paths, so that it looks the same everywhere, and neither dates nor random ids enter the
+    files.
+    """
     sns.set_theme(
         context="paper",
         style="ticks",
