@@ -7,12 +7,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import scipy.stats
+import yaml
 
-from qkpipe.analysis.claims import CLAIMS, EXCLUSIONS, PARTS, evaluate
+from qkpipe.analysis import runs
+from qkpipe.analysis.claims import CLAIMS, EXCLUSIONS, PARTS, build, evaluate
+from qkpipe.config import RunKey, load_study
 from qkpipe.config.claims import ClaimsConfig, load_claims
 from qkpipe.config.load import DEFAULT_CONFIG
 from qkpipe.errors import BadInput
+from qkpipe.paths import StudyPaths
+from qkpipe.store import database
 from qkpipe.telemetry.schema import RUNS, TABLES
+from store.synthetic import STUDY, write_runs, write_study
 
 SEEDS = (100, 101, 102, 103, 104)
 
@@ -289,6 +295,30 @@ def test_every_query_gives_the_numbers_of_its_claim():
                 for column in ("n_pairs", "k_treated", "k_control"):
                     assert row[column] == part[column], claim["claim_id"]
                 assert row["effect"] == pytest.approx(part["effect"]), claim["claim_id"]
+
+
+def test_build_writes_the_tables_that_the_database_answers_from(tmp_path):
+    folder, paths = write_study(tmp_path / "config").folder, StudyPaths("tiny", tmp_path)
+    # The synthetic arms collapse early in small seeds.
+    roles = STUDY.replace("[10, 11], arms", "[0, 1], arms").replace(
+        "tuning: { seeds: [0, 1]", "tuning: { seeds: [2]"
+    )
+    (folder / "study.yaml").write_text(roles)
+    study = load_study(folder)
+    declared = config([FAULT], [SIGMA | {"at": 300}], [EQUAL], ranked=False).model_dump(mode="json")
+    (study.folder / "claims.yaml").write_text(yaml.safe_dump(declared))
+    keys = [RunKey(arm, seed) for arm in ("fp32", "faulty", "guard", "qk_norm") for seed in (0, 1, 2)]
+    write_runs(paths, study, keys)
+    runs.aggregate(paths, study, keys)
+    assert [path.stem for path in build(paths, study)] == ["claims", "claim_parts", "claim_exclusions"]
+    file = database.build(paths)
+    fault, sigma, equal = database.query(file, "FROM claims").to_pylist()
+    assert (fault["n_pairs"], fault["k_treated"], fault["k_control"], fault["p_value"]) == (2, 2, 0, 0.25)
+    assert sigma["n_pairs"] == 2 and sigma["effect"] > 1 and equal["n_pairs"] == 0
+    for claim in (fault, sigma, equal):
+        (answer,) = database.query(file, claim["query"]).to_pylist()
+        assert answer["n_pairs"] == claim["n_pairs"]
+        assert answer["effect"] == (None if claim["effect"] is None else pytest.approx(claim["effect"]))
 
 
 @dataclass

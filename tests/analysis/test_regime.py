@@ -2,11 +2,16 @@ import math
 
 import pyarrow as pa
 import pytest
+import yaml
 
-from qkpipe.analysis.regime import REGIMES, regimes, setting_of, split_arm
+from qkpipe.analysis import runs
+from qkpipe.analysis.regime import REGIMES, build, regimes, setting_of, split_arm
 from qkpipe.config.claims import RegimeCriterion
 from qkpipe.config.load import DEFAULT_CONFIG, load_study
+from qkpipe.paths import StudyPaths
+from qkpipe.store.parquet import read_table
 from qkpipe.telemetry.schema import RUNS, TABLES
+from store.synthetic import write_runs, write_study
 
 CRITERION = RegimeCriterion.model_validate(
     {
@@ -145,3 +150,16 @@ def test_settings_come_from_the_resolved_config():
 
 def test_no_runs_no_rows():
     assert Data().rows() == []
+
+
+def test_build_judges_the_tuning_runs_on_disk(tmp_path):
+    study, paths = write_study(tmp_path / "config"), StudyPaths("tiny", tmp_path)
+    criterion = CRITERION.model_copy(update={"separate": ()}).model_dump(mode="json")
+    (study.folder / "claims.yaml").write_text(yaml.safe_dump({"claims": {}, "regime": criterion}))
+    keys = study.requested("core")
+    write_runs(paths, study, keys)
+    runs.aggregate(paths, study, keys)
+    (written,) = build(paths, study)
+    (row,) = read_table(written).to_pylist()
+    assert (row["n_collapsed"], row["n_collapse"], row["seeds"]) == (4, 4, "0,1")
+    assert (row["lr"], row["dose"], row["tile"], row["steps"]) == (3e-3, "uniform(2)", 16, 400)

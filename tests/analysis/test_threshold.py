@@ -5,9 +5,14 @@ import pyarrow as pa
 import pytest
 import scipy.stats
 
-from qkpipe.analysis.threshold import THRESHOLDS, thresholds
+from qkpipe.analysis import runs
+from qkpipe.analysis.threshold import THRESHOLDS, build, thresholds
+from qkpipe.config import RunKey, load_study
 from qkpipe.errors import BadInput
+from qkpipe.paths import StudyPaths
+from qkpipe.store.parquet import read_table
 from qkpipe.telemetry.schema import RUNS, TABLES
+from store.synthetic import STUDY, write_runs, write_study
 
 
 class Data:
@@ -76,6 +81,12 @@ def test_too_few_calibration_runs():
     assert calibrated["tau"] is None and not calibrated["identifiable"]
     assert calibrated["reason"] == "18 calibration seeds; a level of 0.05 needs 19"
     assert paper["identifiable"]
+
+
+def test_the_papers_tau_needs_no_calibration():
+    calibrated, paper = study(n_calibration=0).rows()
+    assert (calibrated["tau"], calibrated["n_fired"]) == (None, None)
+    assert (paper["n_fired"], paper["n_held_out"], paper["identifiable"]) == (0, 59, True)
 
 
 def test_false_activations_are_counted_with_an_exact_bound():
@@ -174,3 +185,19 @@ def test_tau_keeps_its_promise_on_new_runs():
             data.run("held_out", 100 + i, settled(4 + rng.lognormal()))
         fired += data.rows()[0]["n_fired"]
     assert 0.02 < fired / (studies * 20) < 0.08
+
+
+def test_build_reads_the_healthy_runs_on_disk(tmp_path):
+    folder = write_study(tmp_path / "config").folder
+    roles = "calibration: { seeds: [10, 11], arms: [fp32] }"
+    (folder / "study.yaml").write_text(
+        STUDY.replace("confirmatory: { seeds: [10, 11], arms: [fp32, faulty] }", roles)
+    )
+    study, paths = load_study(folder), StudyPaths("tiny", tmp_path)
+    keys = [RunKey(arm, seed) for arm in ("fp32", "faulty") for seed in (0, 10, 11)]
+    write_runs(paths, study, keys)
+    runs.aggregate(paths, study, keys)
+    (written,) = build(paths)
+    calibrated, paper = read_table(written).to_pylist()
+    assert (calibrated["n_calibration"], calibrated["calibration_seeds"]) == (2, "10,11")
+    assert (calibrated["arms"], calibrated["sensed_every"], paper["tau"]) == ("fp32", 10, 30.0)

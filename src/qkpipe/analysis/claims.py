@@ -130,6 +130,7 @@ def evaluate(
     for; with those found, they are the pairs expected, and a missing one is listed. Raises :class:`BadInput`
     for two runs of one arm and seed.
     """
+    seeds = tuple(seeds)
     outcomes = _Outcomes(runs, {"layers": layers, "heads": heads}, scale)
     part_rows: dict[str, list[dict[str, Any]]] = {}
     exclusions: list[dict[str, Any]] = []

@@ -80,6 +80,7 @@ def regimes(
     the criterion's arms, ``settings`` maps a regime to its columns of ``SETTINGS``, ``seeds`` are those asked
     for.
     """
+    seeds = set(seeds)
     found: dict[tuple[str, str], dict[tuple[str, int], dict[str, Any]]] = {}
     for row in runs.to_pylist():
         regime, arm = split_arm(row["arm"])
@@ -91,7 +92,7 @@ def regimes(
     }
     rows = []
     for (scale, regime), by_run in found.items():
-        wanted = sorted({seed for _, seed in by_run}.union(seeds))
+        wanted = sorted({seed for _, seed in by_run} | seeds)
         row = {"regime": regime, "scale": scale, **(settings or {}).get(regime, {})}
         rows.append(row | judge(criterion, by_run, channel, wanted))
     rows.sort(key=lambda row: (not row["passes"], -_worst(row), row.get("steps") or 0, row["regime"]))
@@ -155,7 +156,9 @@ def judge(
     peaks = [math.inf if row["peak_logit"] is None else row["peak_logit"] for row in healthy]
     peak = max(peaks, default=math.inf)
     unhealthy = any(row["collapsed"] or row["collapsed_paper"] or row["censored"] for row in healthy)
-    healthy_margin = -math.inf if unhealthy or math.isinf(peak) else math.log(criterion.max_logit / peak)
+    healthy_margin = (
+        -math.inf if unhealthy or math.isinf(peak) else math.log(criterion.max_logit / max(peak, 1e-9))
+    )
     separations = {
         outcome: min(
             (

@@ -6,7 +6,7 @@ Everything is exact at the small n of this study: no test uses a normal approxim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,9 +21,7 @@ from qkpipe.errors import BadInput
 Alternative = Literal["greater", "less", "two-sided"]
 
 ENUMERATED_PAIRS = 20
-"""Up to here all 2^n sign flips are enumerated; beyond, 2^16 are drawn, and the p-value stays valid (not
-exact).
-"""
+"""Up to here all 2^n sign flips are enumerated; beyond, 2^16 are drawn, and the p-value is valid, not exact."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +241,9 @@ def equivalence(pairs: Pairs, margin: float, alpha: float) -> TestResult:
     return _continuous(pairs, alpha, p_values)
 
 
-def _continuous(pairs: Pairs, alpha: float, p_values) -> TestResult:
+def _continuous(
+    pairs: Pairs, alpha: float, p_values: Callable[[SignFlip], tuple[float, float]]
+) -> TestResult:
     if len(pairs) == 0:
         return TestResult(0, np.nan, -np.inf, np.inf, 1.0, 1.0)
     test = SignFlip.of(pairs.difference)

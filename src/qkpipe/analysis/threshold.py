@@ -98,7 +98,8 @@ def thresholds(runs: pa.Table, heads: pa.Table, level: float = 0.05, confidence:
     table = []
     for setting in dict.fromkeys(tuple(row[name] for name in SETTING) for row in rows):
         inside = [row for row in rows if tuple(row[name] for name in SETTING) == setting]
-        arms = sorted({row["arm"] for row in inside if row["seed_role"] == "calibration"})
+        by_role = {role: {row["arm"] for row in inside if row["seed_role"] == role} for role in ROLES}
+        arms = sorted(by_role["calibration"] or by_role["held_out"])
         calibration, held_out = (_healthy_seeds(inside, role, arms, logits, setting[-1]) for role in ROLES)
         shared = dict(zip(SETTING, setting)) | {
             "level": level,
@@ -208,7 +209,7 @@ def _healthy_seeds(
             seeds.setdefault(row["seed"], {})[row["arm"]] = row
     healthy = []
     for seed, by_arm in sorted(seeds.items()):
-        if not arms or not by_arm.keys() >= set(arms):
+        if not by_arm.keys() >= set(arms):
             continue
         if any(by_arm[arm]["collapsed"] or by_arm[arm]["collapsed_paper"] for arm in arms):
             healthy.append(_Healthy(seed, math.inf, math.inf, math.inf))
