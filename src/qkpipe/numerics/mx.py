@@ -266,64 +266,68 @@ def _quantize_compiled(x, fmt, axis, block, scale_rule, rounding, seed, stream):
     element = FORMATS[fmt]
     length, inner = x.shape[axis], x.shape[axis + 1 :].numel()
     values = torch.empty_like(x)
+    mx = None
+    if fmt != "nvfp4":
+        largest = np.float32(element.largest), _mantissa_of_largest(element)
+        mx = (element.mantissa, element.emin, element.emax, largest, SCALE_RULES.index(scale_rule))
     if x.numel():
         _quantize_kernel(
             x.view(-1).numpy().view(np.int32),
             values.view(-1).numpy().view(np.int32),
             (length, inner, min(block, length)),
-            fmt == "nvfp4",
-            (element.mantissa, element.emin, element.emax, np.float32(element.largest)),
-            (SCALE_RULES.index(scale_rule), _mantissa_of_largest(element)),
+            mx,
             (rounding == "stochastic", np.uint32(seed), np.uint32(stream)),
         )
     return values
 
 
 @compiled
-def _quantize_kernel(x, out, sizes, nvfp4, element, scaling, draw):
-    """Patterns to patterns, flat, of an (outer, length, inner) tensor with blocks along length."""
+def _quantize_kernel(x, out, sizes, mx, draw):
+    """Patterns to patterns, flat, of an (outer, length, inner) tensor with blocks along length.
+
+    mx is None for NVFP4: a type of its own, so numba compiles the two apart, each when first used.
+    """
     length, inner, block = sizes
     stochastic, seed, stream = draw
     k1, k2 = stream_keys_nb(seed, stream)
-    tensor_scale = _tensor_scale_nb(x) if nvfp4 else np.float32(1.0)
-    outer = x.size // (length * inner)
+    tensor_scale = _tensor_scale_nb(x) if mx is None else np.float32(1.0)
     if inner == 1:
-        for o in range(outer):
-            line = (o * length, length, block)
-            draws = (stochastic, k1, k2, o * length, block, 1)
-            if nvfp4:
-                _nv_line_nb(x, out, line, tensor_scale, draws)
-            else:
-                _mx_line_nb(x, out, line, element, scaling, draws)
+        for first in range(0, x.size, length):
+            draws = (stochastic, k1, k2, first, block, inner)
+            _line_nb(x, out, (first, length, block), mx, tensor_scale, draws)
         return
     width = min(inner, _COLUMNS)
     side = np.empty(width * block, np.int32)
     side_out = np.empty(width * block, np.int32)
-    for o in range(outer):
+    for start in range(0, x.size, length * inner):
         for top in range(0, length, block):
             n = min(block, length - top)
             for left in range(0, inner, width):
                 columns = min(width, inner - left)
-                first = (o * length + top) * inner + left
+                first = start + top * inner + left
                 for j in range(n):
                     for c in range(columns):
                         side[np.uintp(c * n + j)] = x[np.uintp(first + j * inner + c)]
-                line = (0, columns * n, n)
                 draws = (stochastic, k1, k2, first, 1, inner)
-                if nvfp4:
-                    _nv_line_nb(side, side_out, line, tensor_scale, draws)
-                else:
-                    _mx_line_nb(side, side_out, line, element, scaling, draws)
+                _line_nb(side, side_out, (0, columns * n, n), mx, tensor_scale, draws)
                 for j in range(n):
                     for c in range(columns):
                         out[np.uintp(first + j * inner + c)] = side_out[np.uintp(c * n + j)]
 
 
 @helper
-def _mx_line_nb(x, out, line, element, scaling, draws):
-    """MX blocks of `block` patterns each, `total` patterns from `first` on."""
+def _line_nb(x, out, line, mx, tensor_scale, draws):
+    """`total` patterns from `first` on as blocks of `block`, the last one ragged; line is these three."""
+    if mx is None:
+        _nv_line_nb(x, out, line, tensor_scale, draws)
+    else:
+        _mx_line_nb(x, out, line, mx, draws)
+
+
+@helper
+def _mx_line_nb(x, out, line, mx, draws):
     first, total, block = line
-    mantissa, emin, emax, largest = element
+    mantissa, emin, _, (largest, _), _ = mx
     stochastic, k1, k2, counter, block_stride, stride = draws
     least = np.int32((emin + 127) << 23)
     to_integer = np.int32((23 - mantissa) << 23)
@@ -337,7 +341,7 @@ def _mx_line_nb(x, out, line, element, scaling, draws):
             for j in range(n):
                 out[base + np.uintp(j)] = _NAN
             continue
-        byte = _mx_scale_byte_nb(amax, mantissa, emax, scaling, stochastic)
+        byte = _mx_scale_byte_nb(amax, mx, stochastic)
         inverse = to_float_nb((np.int32(254) - byte) << np.int32(23))
         scale = to_float_nb(max(byte << np.int32(23), np.int32(0x00400000)))  # 2^-127 is subnormal
         if stochastic:
@@ -361,9 +365,9 @@ def _mx_line_nb(x, out, line, element, scaling, draws):
 
 
 @helper
-def _mx_scale_byte_nb(amax, mantissa, emax, scaling, stochastic):
+def _mx_scale_byte_nb(amax, mx, stochastic):
     """`_scale_exponent` + 127 of a finite amax's pattern."""
-    rule, mantissa_of_largest = scaling
+    mantissa, _, emax, (_, mantissa_of_largest), rule = mx
     half = 1 << (22 - mantissa)
     exponent = amax >> 23
     if rule == _EVEN:
@@ -386,7 +390,6 @@ def _floor_plus_nb(v, draw):
 
 @helper
 def _nv_line_nb(x, out, line, tensor_scale, draws):
-    """NVFP4 blocks of `block` patterns each, `total` patterns from `first` on."""
     first, total, block = line
     stochastic, k1, k2, counter, block_stride, stride = draws
     for b in range((total + block - 1) // block):
