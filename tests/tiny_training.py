@@ -10,6 +10,7 @@ import torch
 
 from qkpipe.config.models import RunConfig
 from qkpipe.data.shards import Tokens, open_tokens, write_tokens
+from qkpipe.hooks import Hook
 from qkpipe.paths import StudyPaths
 from qkpipe.telemetry.writer import PartWriter
 from qkpipe.train.trainer import Trainer
@@ -84,6 +85,19 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """What the optimizer would have been given in the latest step, by parameter name."""
-    return {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+def step_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Take a step; the gradients by parameter name, after faults and splice and before the clip."""
+    found = {}
+
+    class Capture(Hook):
+        def splice(self, step: int) -> None:
+            found.update({name: p.grad.clone() for name, p in trainer.model.named_parameters()})
+
+    trainer.hooks.append(Capture())
+    trainer.step()
+    trainer.hooks.pop()
+    return found
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}

@@ -36,7 +36,7 @@ class Injected(Mechanism):
     def check(self, run: Any) -> None:
         if (self.structure == "held") != (self.hold is not None):
             raise BadInput(
-                f"{run.arm}: faults.hold: goes with structure 'held' and only with it "
+                f"faults.hold: goes with structure 'held' and only with it "
                 f"(got structure {self.structure!r}, hold {self.hold!r})"
             )
 
@@ -60,9 +60,9 @@ class _InjectedHook(Hook):
             draw = fold_in(self._context.run.seed, step, index)
             own = self._config.format.quantize(parameter.grad, axis=-1, draw=draw) - parameter.grad
             error = self._structured(own, index, step)
-            norm = float(error.norm())
+            norm = _norm(error)
             if norm > 0 and math.isfinite(norm):
-                error.mul_(self._config.gain * float(own.norm()) / norm)
+                error.mul_(self._config.gain * _norm(own) / norm)
                 parameter.grad.add_(error)
                 self._context.errors.observe(step, name, error)
 
@@ -88,3 +88,7 @@ class _InjectedHook(Hook):
             bits = torch.randint(0, 2, like.shape, generator=generator, dtype=like.dtype)
             self._signs[index] = (period, (bits * 2 - 1).to(like.device))
         return self._signs[index][1]
+
+
+def _norm(x: Any) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from qkpipe.config.base import Frozen, Mechanism
 from qkpipe.errors import BadInput
@@ -21,6 +21,14 @@ class QuantizerFormat(Frozen):
     fmt: Format = "mxfp4"
     scale_rule: Literal["floor", "even", "rceil"] = "floor"
     rounding: Literal["even", "stochastic"] = "even"
+
+    @model_validator(mode="after")
+    def _own_scale_rule(self) -> QuantizerFormat:
+        if self.fmt == "nvfp4" and self.scale_rule != "floor":
+            raise ValueError(
+                f"scale_rule={self.scale_rule}: nvfp4 has a rule of its own; leave scale_rule out"
+            )
+        return self
 
     def quantize(self, x: Any, *, axis: int, draw: int) -> Any:
         """Dequantized copy of ``x``; blocks lie along ``axis``, ``draw`` seeds stochastic rounding."""
@@ -53,8 +61,13 @@ class Quantizer(Mechanism):
     def check(self, run: Any) -> None:
         if self.placement == "pre_reduction" and run.train.accumulation < 2:
             raise BadInput(
-                f"{run.arm}: faults.placement: 'pre_reduction' equals 'post_reduction' with one micro-batch; "
+                "faults.placement: 'pre_reduction' equals 'post_reduction' with one micro-batch; "
                 "train.accumulation must be at least 2"
+            )
+        if self.placement == "operand" and "embed" in self.routes:
+            raise BadInput(
+                "faults.routes: 'embed' has no weight-gradient GEMM of its own to quantize at placement 'operand'; "
+                "allowed: qk, value, proj, vo, mlp, all"
             )
 
     def build(self, context: Any) -> Hook:
@@ -88,10 +101,16 @@ class _GradientHook(Hook):
         from qkpipe.numerics.counter_rng import fold_in
 
         draw = fold_in(self._context.run.seed, step, micro, index)
-        error = self._config.format.quantize(parameter.grad, axis=-1, draw=draw).sub_(parameter.grad)
-        error.mul_(self._config.gain)
-        parameter.grad.add_(error)
+        quantized = self._config.format.quantize(parameter.grad, axis=-1, draw=draw)
+        faulty, error = _amplified(parameter.grad, quantized, self._config.gain)
+        parameter.grad.copy_(faulty)
         return error
+
+
+def _amplified(exact: Any, faulty: Any, gain: float) -> tuple[Any, Any]:
+    """(exact + gain * (faulty - exact), what was added): ``faulty`` itself at gain 1, where the sum would round once more."""
+    error = (faulty - exact) * gain
+    return (faulty if gain == 1.0 else exact + error), error
 
 
 class _OperandHook(Hook):
@@ -124,8 +143,8 @@ class _OperandHook(Hook):
             draw = fold_in(self._context.run.seed, self._step, self._micro, index)
             quantize = self._config.format.quantize
             faulty = quantize(dy_NO, axis=0, draw=draw).mT @ quantize(x_NI, axis=0, draw=fold_in(draw, 1))
-            error = (faulty - exact) * self._config.gain
+            faulty, error = _amplified(exact, faulty, self._config.gain)
             self._sums[name] = self._sums[name] + error if name in self._sums else error
-            return exact + error
+            return faulty
 
         return weight_gradient
