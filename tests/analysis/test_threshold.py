@@ -125,6 +125,11 @@ def test_a_healthy_run_that_collapsed_leaves_no_threshold(ending):
     assert calibrated["reason"] == "a healthy run collapsed"
 
 
+def test_one_collapse_among_many_healthy_runs_is_one_too_many():
+    data = study(n_calibration=38).run("calibration", 200, settled(5.0), collapsed=True)
+    assert data.rows()[0]["reason"] == "a healthy run collapsed"
+
+
 def test_non_finite_logits_are_the_largest():
     data = study(n_calibration=18).run("calibration", 200, settled(math.nan))
     assert data.rows()[0]["reason"] == "a healthy run collapsed"

@@ -117,7 +117,7 @@ def thresholds(runs: pa.Table, heads: pa.Table, level: float = 0.05, confidence:
             reason = (
                 f"{len(calibration)} calibration seeds; a level of {level:g} needs {math.ceil(1 / level) - 1}"
             )
-        elif math.isinf(tau):
+        elif any(math.isinf(run.peak) for run in calibration):
             tau, reason = None, "a healthy run collapsed"
         table.append(
             shared
