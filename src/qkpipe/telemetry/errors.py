@@ -24,7 +24,7 @@ class GradientErrors:
     """Keeps, for every parameter, the running coherence of the error that faults put into its gradient.
 
     Coherence is the EMA (0.9) of mean(sign(E_t) * sign(E_t-1)): 1 for a fixed sign pattern, about 0 for one redrawn every step.
-    A parameter's track starts with its first error; an element without error has sign 0.
+    A parameter's track starts with its first error; an element without error, or with NaN, has sign 0.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,8 @@ class GradientErrors:
         """Record ``error`` = faulty - clean gradient of parameter ``name`` in ``step``; the first of a step counts."""
         if self.seen(name, step):
             return
-        signs = error.sign()
+        # A NaN has no sign: one bad step must not turn the running coherence into NaN for good.
+        signs = error.sign().nan_to_num(nan=0.0)
         track = self._tracks.get(name)
         if track is None:
             track = self._tracks[name] = _Track(signs)
