@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from tiny_training import equal_bits
 
 from qkpipe.model.linear import Linear
 from qkpipe.model.qk_norm import unit_rms
 from qkpipe.model.rope import rotate
+from tiny_training import equal_bits
 
 
 def test_own_weight_gradient_leaves_output_and_input_gradient_alone():

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tiny_training import FAULTY, STREAM, equal_bits
 
 from qkpipe.config.models import AttentionConfig, ModelConfig
 from qkpipe.model.attention import Tap
 from qkpipe.model.linear import Linear
 from qkpipe.model.transformer import ROUTES, Transformer, expand_routes, route_of
+from tiny_training import FAULTY, STREAM, equal_bits
 
 VARIANTS = {
     "gpt2": {},
