@@ -14,7 +14,7 @@ That
   fails where x is not finite, so a head with a non-finite input takes blocks of one row, whose products end
   at the mask.
 
-Suffixes: C is a column of a block, a key or a head dimension; L its lanes (`LANES`, the query rows).
+Suffixes: L is a lane (a query row of the block), K a key, D a head dimension; a lone `x` is x_KL or x_LD flattened.
 """
 
 from typing import NamedTuple
@@ -24,10 +24,17 @@ import torch
 from numba import njit, types
 from numba.extending import intrinsic
 
-from qkpipe.numerics._numba import helper
 from qkpipe.numerics.counter_rng import draw_nb, stream_keys_nb
 from qkpipe.numerics.exp_log import exp_nb, log_nb
 from qkpipe.numerics.float64_matmul import COLUMNS, matmul
+from qkpipe.numerics.lane_kernels import (
+    LANES as _LANES,
+    dot_over_keys,
+    max_over_keys,
+    subtract_row,
+    sum_over_keys,
+    sum_sizes_over_keys,
+)
 from qkpipe.numerics.minifloat import (
     EVEN,
     ROUNDINGS,
@@ -41,7 +48,7 @@ from qkpipe.numerics.minifloat import (
 from qkpipe.numerics.precision import ROUNDING_POINTS
 
 # Typed, since numba compiles a function anew for every plain int it is given.
-LANES, NONE, ONE = np.int64(16), np.int64(0), np.int64(1)
+LANES, NONE, ONE = np.int64(_LANES), np.int64(0), np.int64(1)
 F32, F64 = np.float32, np.float64
 ZERO, INF = F32(0), F32(np.inf)
 EXPONENT = np.int32(0x7F800000)
@@ -138,20 +145,23 @@ def _never_inline(typing):
     return types.void(), codegen
 
 
+# No reference counting inside: it would cost a helper more than its loop. The kernels own every array.
+_helper = njit(nogil=True, error_model="numpy", _nrt=False)
+
+
 # Rounding
 
 
-@helper
-def _round(x, columns, point, tile_index, number, lane_step, column_step, at):
-    """R of a rounding point on x[: columns * LANES], in place.
+@_helper
+def _round(x, count, point, tile_index, number, lane_step, key_step, at):
+    """R of a rounding point on x[:count], in place.
 
-    x[c * LANES + lane] is element number + lane * lane_step + c * column_step of its tensor (for its draw).
+    x[key * LANES + lane] is element number + lane * lane_step + key * key_step of its tensor, which sets its draw.
     """
     _never_inline()
     shift, mode = at.shifts[point], at.modes[point]
     if shift == 0:
         return
-    count = columns * LANES
     if mode == EVEN:
         for n in range(count):
             x[n] = round_even_nb(x[n], shift)
@@ -161,181 +171,135 @@ def _round(x, columns, point, tile_index, number, lane_step, column_step, at):
     else:
         stream, _ = stream_keys_nb(np.uint32(point), np.uint32(tile_index))
         k1, k2 = stream_keys_nb(at.seed, stream)
-        for c in range(columns):
-            for lane in range(LANES):
-                n = c * LANES + lane
-                u = draw_nb(k1, k2, np.uint32(number + lane * lane_step + c * column_step))
-                x[n] = to_float_nb(round_stochastic_bits_nb(to_bits_nb(x[n]), shift, u))
+        for n in range(count):
+            u = draw_nb(k1, k2, np.uint32(number + n % LANES * lane_step + n // LANES * key_step))
+            x[n] = to_float_nb(round_stochastic_bits_nb(to_bits_nb(x[n]), shift, u))
 
 
-@helper
-def _round_block(x_CL, columns, point, tile_index, first_row, width, at):
-    """The first columns of a block; (row, column) is element row * width + column."""
-    _round(x_CL, columns, point, tile_index, first_row * width, width, ONE, at)
+@_helper
+def _round_scores(x, keys, point, tile_index, first_row, width, at):
+    """x_KL of a tensor (rows, width)."""
+    _round(x, keys * LANES, point, tile_index, first_row * width, width, ONE, at)
 
 
-@helper
-def _columns_of(count):
-    return (count + LANES - ONE) // LANES
+@_helper
+def _round_rows(x, count, point, tile_index, number, at):
+    """x as it lies in its tensor, from element `number` on."""
+    _round(x, count, point, tile_index, number, ONE, LANES, at)
 
 
-# Moving rows in and out
+# Loading, storing, converting
 
 
-@helper
+@_helper
 def _widen(x, wide, count):
     _never_inline()
     for n in range(count):
         wide[n] = F64(x[n])
 
 
-@helper
+@_helper
 def _narrow(wide, x, count):
     _never_inline()
     for n in range(count):
         x[n] = F32(wide[n])
 
 
-@helper
+@_helper
+def _pad_rows(x_LD, wide_LD, rows, D):
+    """To float64 rows of `COLUMNS`-padded length; the padding stays as it is."""
+    _never_inline()
+    for lane in range(rows):
+        for d in range(D):
+            wide_LD[lane, d] = F64(x_LD[lane, d])
+
+
+@_helper
+def _unpad_rows(wide_LD, x_LD, rows, D, scale):
+    """Back from float64, rounded to fp32, then scaled."""
+    _never_inline()
+    for lane in range(rows):
+        for d in range(D):
+            x_LD[lane, d] = F32(wide_LD[lane, d]) * scale
+
+
+@_helper
+def _transpose(wide_LD, wide_DL, D):
+    _never_inline()
+    for d in range(D):
+        for lane in range(LANES):
+            wide_DL[d, lane] = wide_LD[lane, d]
+
+
+@_helper
 def _finite(x, start, count):
+    _never_inline()
     bad = np.int32(0)
-    for n in range(start, start + count):
-        bad += np.int32((to_bits_nb(x[n]) & EXPONENT) == EXPONENT)
+    part = x[start : start + count]
+    for n in range(part.size):
+        bad |= np.int32((to_bits_nb(part[n]) & EXPONENT) == EXPONENT)
     return bad == 0
 
 
-@helper
-def _load_head(x, start, count, x32, x64, point, at):
-    """[1, 16] One key head, rounded, as it lies, in fp32 and float64. Returns whether it is finite."""
+@_helper
+def _load(source, start, count, x, point, at):
+    """[1, 16] source[start : start + count], rounded."""
     _never_inline()
+    part = source[start : start + count]
     for n in range(count):
-        x32[n] = x[start + n]
-    _round(x32, _columns_of(count), point, NONE, start, ONE, LANES, at)
-    _widen(x32, x64, count)
-    return _finite(x32, NONE, count)
+        x[n] = part[n]
+    if point != UNROUNDED:
+        _round_rows(x, count, point, NONE, start, at)
 
 
-@helper
-def _store_head(wide, keys, D, row_length, scale, x32, x, start, point, at):
-    """[24, 25] A key head's float64 sums, scaled and rounded, to x[start:]."""
-    _never_inline()
-    for j in range(keys):
-        for d in range(D):
-            x32[j * D + d] = F32(wide[j * row_length + d]) * scale
-    _round(x32, _columns_of(keys * D), point, NONE, start, ONE, LANES, at)
-    for n in range(keys * D):
-        x[start + n] = x32[n]
-
-
-@helper
-def _load_block(x, first_row, rows, D, x_DL, point, at):
-    """[1, 16] `rows` rows, rounded, transposed; unused lanes are 0."""
-    _never_inline()
-    if rows < LANES:
-        x_DL[: D * LANES] = ZERO
-    for lane in range(rows):
-        start = (first_row + lane) * D
-        for d in range(D):
-            x_DL[d * LANES + lane] = x[start + d]
-    if point >= 0:
-        _round_block(x_DL, D, point, NONE, first_row, D, at)
-
-
-@helper
-def _store_block(x_DL, first_row, rows, D, x):
-    _never_inline()
-    for lane in range(rows):
-        start = (first_row + lane) * D
-        for d in range(D):
-            x[start + d] = x_DL[d * LANES + lane]
-
-
-@helper
-def _to_rows(x_DL, rows, D, wide_LD, row_length):
-    """A transposed block back to rows in float64 (columns from D to row_length are left alone)."""
-    _never_inline()
-    for lane in range(rows):
-        for d in range(D):
-            wide_LD[lane * row_length + d] = F64(x_DL[d * LANES + lane])
+@_helper
+def _store(x, count, target, start):
+    part = target[start : start + count]
+    for n in range(count):
+        part[n] = x[n]
 
 
 # Pieces of the recurrence
 
 
-@helper
-def _fill(x, value):
-    for lane in range(LANES):
-        x[lane] = value
-
-
-@helper
-def _mask(x_CL, first_key, keys, block_start, value):
-    """Column c holds key first_key + c; lane holds row block_start + lane, which sees keys up to its own number."""
+@_helper
+def _mask(x_KL, first_key, keys, block_start, value):
+    """x_KL[k] belongs to key first_key + k; lane holds row block_start + lane, which sees no later key."""
     _never_inline()
-    for c in range(max(0, block_start + 1 - first_key), keys):
-        hidden = first_key + c - block_start
+    for k in range(max(NONE, block_start + 1 - first_key), keys):
+        hidden = first_key + k - block_start
         for lane in range(LANES):
-            if lane < hidden:
-                x_CL[c * LANES + lane] = value
+            x_KL[k, lane] = value if lane < hidden else x_KL[k, lane]
 
 
-@helper
-def _max_over_columns(x_CL, first, stop, top_L):
-    """NaN if any is."""
-    _never_inline()
-    _fill(top_L, -INF)
-    for c in range(first, stop):
-        for lane in range(LANES):
-            x, top = x_CL[c * LANES + lane], top_L[lane]
-            top_L[lane] = x if (x > top or x != x) else top
+@_helper
+def _max_or_nan(x, top):
+    return x if (x > top or x != x) else top
 
 
-@helper
-def _sum_over_columns(x_CL, columns, total_L):
-    _never_inline()
-    for lane in range(LANES):
-        total_L[lane] = 0.0
-    for c in range(columns):
-        for lane in range(LANES):
-            total_L[lane] += F64(x_CL[c * LANES + lane])
+@_helper
+def _scale_all(x, count, scale, out):
+    for n in range(count):
+        out[n] = x[n] * scale
 
 
-@helper
-def _dot_over_columns(x_CL, y_CL, columns, total_L):
-    _never_inline()
-    for lane in range(LANES):
-        total_L[lane] = 0.0
-    for c in range(columns):
-        for lane in range(LANES):
-            total_L[lane] += F64(x_CL[c * LANES + lane]) * F64(y_CL[c * LANES + lane])
-
-
-@helper
-def _subtract_row(x_CL, first, columns, row_L, out_CL):
-    """out = x[first:] - row, per lane."""
-    _never_inline()
-    for c in range(columns):
-        for lane in range(LANES):
-            out_CL[c * LANES + lane] = x_CL[(first + c) * LANES + lane] - row_L[lane]
-
-
-@helper
-def _exp_all(x_CL, count):
+@_helper
+def _exp_all(x, count, out):
     _never_inline()
     for n in range(count):
-        x_CL[n] = exp_nb(x_CL[n])
+        out[n] = exp_nb(x[n])
 
 
-@helper
-def _shift_tied_maximum(s_CL, first, stop, top_L, beta, beta_less_1, first_lane, rows):
+@_helper
+def _shift_tied_maximum(s_KL, first, stop, top_L, beta, beta_less_1, first_lane, rows):
     """[4] In place; returns how many rows had to fall back."""
     _never_inline()
     fallbacks = 0
     for lane in range(LANES):
         top = top_L[lane]
         count = 0
-        for c in range(first, stop):
-            count += s_CL[c * LANES + lane] == top
+        for k in range(first, stop):
+            count += s_KL[k, lane] == top
         if count > 1 and top != ZERO:
             safe = top * beta_less_1 < F32(80) if top > ZERO else top > F32(-80)
             if safe:
@@ -345,37 +309,33 @@ def _shift_tied_maximum(s_CL, first, stop, top_L, beta, beta_less_1, first_lane,
     return fallbacks
 
 
-@helper
-def _carry(x_CL, low_CL, alpha_L, add_CL, columns, first_lane, total_CL, spare_CL, compensated, point, low_point,
+@_helper
+def _carry(old_LD, low_LD, alpha_L, addend_LD, D, first_lane, new_LD, new_low_LD, compensated, point, low_point,
            tile_index, first_row, at):  # fmt: skip
-    """[9, 11] One update of a carry and of its compensation, for the lanes that have started."""
+    """[9, 11] One update of a carry and of its compensation; lanes before first_lane keep the old."""
     _never_inline()
-    for c in range(columns):
-        for lane in range(LANES):
-            n = c * LANES + lane
-            total = x_CL[n] * alpha_L[lane]
-            if compensated:
-                total = total + low_CL[n] * alpha_L[lane]
-            total_CL[n] = total + add_CL[n]
+    new, new_low, count = new_LD.reshape(-1), new_low_LD.reshape(-1), LANES * D
+    for lane in range(LANES):
+        alpha = alpha_L[lane]
+        if compensated:
+            for d in range(D):
+                total = old_LD[lane, d] * alpha + low_LD[lane, d] * alpha
+                new_LD[lane, d] = total + addend_LD[lane, d]
+        else:
+            for d in range(D):
+                new_LD[lane, d] = old_LD[lane, d] * alpha + addend_LD[lane, d]
     if compensated:
-        for n in range(columns * LANES):
-            spare_CL[n] = total_CL[n]
-    _round_block(total_CL, columns, point, tile_index, first_row, columns, at)
+        for n in range(count):
+            new_low[n] = new[n]
+    _round_rows(new, count, point, tile_index, first_row * D, at)
     if compensated:
-        for n in range(columns * LANES):
-            spare_CL[n] = spare_CL[n] - total_CL[n]
-        _round_block(spare_CL, columns, low_point, tile_index, first_row, columns, at)
-        _commit(spare_CL, columns, first_lane, low_CL)
-    _commit(total_CL, columns, first_lane, x_CL)
-
-
-@helper
-def _commit(new_CL, columns, first_lane, x_CL):
-    _never_inline()
-    for c in range(columns):
-        for lane in range(LANES):
-            n = c * LANES + lane
-            x_CL[n] = new_CL[n] if lane >= first_lane else x_CL[n]
+        for n in range(count):
+            new_low[n] = new_low[n] - new[n]
+        _round_rows(new_low, count, low_point, tile_index, first_row * D, at)
+    for lane in range(first_lane):
+        for d in range(D):
+            new_LD[lane, d] = old_LD[lane, d]
+            new_low_LD[lane, d] = low_LD[lane, d]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -385,295 +345,296 @@ def _forward_kernel(
 ):  # fmt: skip
     tile = min(tile, Tk)
     group = H // H_kv
-    head32 = np.empty(_columns_of(Tk * D) * LANES, F32)
-    heads64 = np.empty((2, Tk * D))
-    k64, v64 = heads64[0], heads64[1]
-    scores = np.empty((4, Tk * LANES), F32)
-    s_CL, raw_CL, e_CL, p_CL = scores[0], scores[1], scores[2], scores[3]
-    scores64 = np.empty((2, Tk * LANES))
-    x64, p64 = scores64[0], scores64[1]
-    rows32 = np.empty((8, D * LANES), F32)
-    q_DL, pv_DL, acc_DL, low_DL = rows32[0], rows32[1], rows32[2], rows32[3]
-    total_DL, spare_DL, o_DL, out_DL = rows32[4], rows32[5], rows32[6], rows32[7]
-    rows64 = np.empty((2, D * LANES))
-    q64, pv64 = rows64[0], rows64[1]
-    lanes32 = np.zeros((11, LANES), F32)
-    m_L, m_new_L, l_L, l_low_L, top_L, alpha_L = (
-        lanes32[0], lanes32[1], lanes32[2], lanes32[3], lanes32[4], lanes32[5]
+    padded = (D + COLUMNS - 1) // COLUMNS * COLUMNS
+    head = np.empty(Tk * D, F32)
+    head_KD = head.reshape(Tk, D)
+    wide_heads = np.zeros((2, Tk, padded))
+    k_KD, v_KD = wide_heads[0], wide_heads[1]
+    scores = np.empty((4, Tk, LANES), F32)
+    s_KL, raw_KL, e_KL, p_KL = scores[0], scores[1], scores[2], scores[3]
+    s, raw, e, p = s_KL.reshape(-1), raw_KL.reshape(-1), e_KL.reshape(-1), p_KL.reshape(-1)
+    wide_scores = np.empty(Tk * LANES)
+    rows_LD = np.zeros((8, LANES, D), F32)
+    q_LD, pv_LD, acc_LD, low_LD, new_LD, new_low_LD, o_LD, out_LD = (
+        rows_LD[0], rows_LD[1], rows_LD[2], rows_LD[3], rows_LD[4], rows_LD[5], rows_LD[6], rows_LD[7]
     )  # fmt: skip
-    b_L, lse_L, total_L, spare_L, z_L = lanes32[6], lanes32[7], lanes32[8], lanes32[9], lanes32[10]
-    lanes64 = np.empty((2, LANES))
-    sum_L, spread_L = lanes64[0], lanes64[1]
+    q_rows, pv, o_rows, out_rows = q_LD.reshape(-1), pv_LD.reshape(-1), o_LD.reshape(-1), out_LD.reshape(-1)
+    wide_LD, wide_DL = np.zeros((LANES, padded)), np.empty((D, LANES))
+    lanes = np.zeros((6, LANES), F32)
+    m, m_new, top, alpha, block_sum, z = lanes[0], lanes[1], lanes[2], lanes[3], lanes[4], lanes[5]
+    block_sum_L1 = block_sum.reshape(LANES, 1)
+    lse = np.zeros(LANES, F32)
+    sums = np.empty((4, LANES, 1), F32)
+    l_L1, l_low_L1, l_new_L1, l_new_low_L1 = sums[0], sums[1], sums[2], sums[3]
+    total, spread = np.empty(LANES), np.empty(LANES)
 
-    for head in range(B * H):
-        b, h = head // H, head % H
+    for bh in range(B * H):
+        b, h = bh // H, bh % H
         if h % group == 0:
             start = (b * H_kv + h // group) * Tk * D
-            _load_head(k, start, Tk * D, head32, k64, IN_K, at)
-            finite = _load_head(v, start, Tk * D, head32, v64, IN_V, at)
-        block_rows = LANES if finite else 1
+            _load(k, start, Tk * D, head, IN_K, at)
+            _pad_rows(head_KD, k_KD, Tk, D)
+            _load(v, start, Tk * D, head, IN_V, at)
+            _pad_rows(head_KD, v_KD, Tk, D)
+            block_rows = LANES if _finite(head, NONE, Tk * D) else ONE
         head_max, head_entropy, head_fallbacks = -INF, 0.0, 0
 
         for block_start in range(0, Tq, block_rows):
             rows = min(block_rows, Tq - block_start)
-            first_row = head * Tq + block_start
+            first_row = bh * Tq + block_start
             keys = min(Tk, block_start + rows) if causal else Tk
-            n_scores = keys * LANES
-            _load_block(q, first_row, rows, D, q_DL, IN_Q, at)
-            _widen(q_DL, q64, D * LANES)
+            _load(q, first_row * D, rows * D, q_rows, IN_Q, at)
+            _pad_rows(q_LD, wide_LD, LANES, D)
+            _transpose(wide_LD, wide_DL, D)
 
             # [2, 3]
-            matmul(x64, 0, LANES, k64, 0, D, 1, q64, 0, LANES, keys, LANES, D, False)
-            _narrow(x64, s_CL, n_scores)
+            matmul(wide_scores, 0, LANES, k_KD, 0, padded, 1, wide_DL, 0, LANES, keys, LANES, D, False)
+            _narrow(wide_scores, s, keys * LANES)
             exact = want_stats or lse_exact or out_gain != F32(1)
             if exact:
-                for n in range(n_scores):
-                    raw_CL[n] = s_CL[n] * scale
-            _round_block(s_CL, keys, QK, NONE, first_row, Tk, at)
-            for n in range(n_scores):
-                s_CL[n] = s_CL[n] * scale
-            _round_block(s_CL, keys, S, NONE, first_row, Tk, at)
+                _scale_all(s, keys * LANES, scale, raw)
+            _round_scores(s, keys, QK, NONE, first_row, Tk, at)
+            _scale_all(s, keys * LANES, scale, s)
+            _round_scores(s, keys, S, NONE, first_row, Tk, at)
             if causal:
-                _mask(s_CL, NONE, keys, block_start, -INF)
+                _mask(s_KL, NONE, keys, block_start, -INF)
 
-            _fill(m_L, -INF)
-            _fill(l_L, ZERO)
-            _fill(l_low_L, ZERO)
-            for n in range(D * LANES):
-                acc_DL[n] = ZERO
-                low_DL[n] = ZERO
+            m[:] = -INF
+            l_L1[:] = ZERO
+            l_low_L1[:] = ZERO
+            acc_LD[:] = ZERO
+            low_LD[:] = ZERO
             for t in range((keys + tile - 1) // tile):
                 first, stop = t * tile, min(t * tile + tile, keys)
-                columns = stop - first
                 width = min(tile, Tk - first)
-                first_lane = max(0, first - block_start) if causal else 0
+                first_lane = max(NONE, first - block_start) if causal else NONE
 
                 # [4, 5, 6]
-                _max_over_columns(s_CL, first, stop, top_L)
+                max_over_keys(s_KL, s_KL, first, stop, top)
                 if beta > ZERO:
                     head_fallbacks += _shift_tied_maximum(
-                        s_CL, first, stop, top_L, beta, beta_less_1, first_lane, rows
+                        s_KL, first, stop, top, beta, beta_less_1, first_lane, rows
                     )
                 for lane in range(LANES):
-                    m, top = m_L[lane], top_L[lane]
-                    m_new_L[lane] = top if (top > m or top != top) else m
-                _round_block(m_new_L, ONE, M, t, first_row, ONE, at)
+                    m_new[lane] = _max_or_nan(top[lane], m[lane])
+                _round_rows(m_new, LANES, M, t, first_row, at)
                 for lane in range(LANES):
-                    alpha_L[lane] = m_L[lane] - m_new_L[lane]
-                _round_block(alpha_L, ONE, M_STEP, t, first_row, ONE, at)
-                _exp_all(alpha_L, LANES)
-                _round_block(alpha_L, ONE, RESCALE, t, first_row, ONE, at)
+                    alpha[lane] = m[lane] - m_new[lane]
+                _round_rows(alpha, LANES, M_STEP, t, first_row, at)
+                _exp_all(alpha, LANES, alpha)
+                _round_rows(alpha, LANES, RESCALE, t, first_row, at)
 
                 # [7, 8, 9]
-                _subtract_row(s_CL, first, columns, m_new_L, p_CL)
-                _round_block(p_CL, columns, S_MINUS_M, t, first_row, width, at)
-                _exp_all(p_CL, columns * LANES)
-                _round_block(p_CL, columns, P, t, first_row, width, at)
+                subtract_row(s_KL, first, stop - first, m_new, p_KL)
+                _round_scores(p, stop - first, S_MINUS_M, t, first_row, width, at)
+                _exp_all(p, (stop - first) * LANES, p)
+                _round_scores(p, stop - first, P, t, first_row, width, at)
                 if causal:
-                    _mask(p_CL, first, columns, block_start, ZERO)
-                _sum_over_columns(p_CL, columns, sum_L)
-                _narrow(sum_L, b_L, LANES)
-                _round_block(b_L, ONE, BLOCK_SUM, t, first_row, ONE, at)
-                _carry(l_L, l_low_L, alpha_L, b_L, ONE, first_lane, total_L, spare_L, compensated, L, L_LOW,
-                       t, first_row, at)  # fmt: skip
+                    _mask(p_KL, first, stop - first, block_start, ZERO)
+                sum_over_keys(p_KL, p_KL, NONE, stop - first, total)
+                _narrow(total, block_sum, LANES)
+                _round_rows(block_sum, LANES, BLOCK_SUM, t, first_row, at)
+                _carry(l_L1, l_low_L1, alpha, block_sum_L1, ONE, first_lane, l_new_L1, l_new_low_L1, compensated,
+                       L, L_LOW, t, first_row, at)  # fmt: skip
 
                 # [10, 11]
-                _round_block(p_CL, columns, P_OPERAND, t, first_row, width, at)
-                _widen(p_CL, p64, columns * LANES)
-                matmul(pv64, 0, LANES, v64, first * D, 1, D, p64, 0, LANES, D, LANES, columns, False)
-                _narrow(pv64, pv_DL, D * LANES)
-                _round_block(pv_DL, D, PV, t, first_row, D, at)
-                _carry(acc_DL, low_DL, alpha_L, pv_DL, D, first_lane, total_DL, spare_DL, compensated, ACC,
-                       ACC_LOW, t, first_row, at)  # fmt: skip
-                _commit(m_new_L, ONE, first_lane, m_L)
+                _round_scores(p, stop - first, P_OPERAND, t, first_row, width, at)
+                _widen(p, wide_scores, (stop - first) * LANES)
+                matmul(wide_LD, 0, padded, wide_scores, 0, 1, LANES, v_KD, first * padded, padded,
+                       LANES, padded, stop - first, False)  # fmt: skip
+                _unpad_rows(wide_LD, pv_LD, LANES, D, F32(1))
+                _round_rows(pv, LANES * D, PV, t, first_row * D, at)
+                _carry(acc_LD, low_LD, alpha, pv_LD, D, first_lane, new_LD, new_low_LD, compensated,
+                       ACC, ACC_LOW, t, first_row, at)  # fmt: skip
+
+                for lane in range(first_lane, LANES):
+                    m[lane] = m_new[lane]
+                l_L1, l_new_L1, l_low_L1, l_new_low_L1 = l_new_L1, l_L1, l_new_low_L1, l_low_L1
+                acc_LD, new_LD, low_LD, new_low_LD = new_LD, acc_LD, new_low_LD, low_LD
 
             # [12, 13, 15]
-            if compensated:
-                for lane in range(LANES):
-                    l_L[lane] = l_L[lane] + l_low_L[lane]
-                for n in range(D * LANES):
-                    acc_DL[n] = acc_DL[n] + low_DL[n]
-            for d in range(D):
-                for lane in range(LANES):
-                    n = d * LANES + lane
-                    o_DL[n] = acc_DL[n] / l_L[lane]
-                    out_DL[n] = o_DL[n]
-            _round_block(out_DL, D, O, NONE, first_row, D, at)
-            for lane in range(rows):
-                lse_L[lane] = m_L[lane] + log_nb(l_L[lane])
-            _round_block(lse_L, ONE, LSE, NONE, first_row, ONE, at)
+            for lane in range(LANES):
+                if compensated:
+                    l_L1[lane, 0] = l_L1[lane, 0] + l_low_L1[lane, 0]
+                    for d in range(D):
+                        acc_LD[lane, d] = acc_LD[lane, d] + low_LD[lane, d]
+                lse[lane] = m[lane] + log_nb(l_L1[lane, 0])
+                for d in range(D):
+                    o_LD[lane, d] = acc_LD[lane, d] / l_L1[lane, 0]
+                    out_LD[lane, d] = o_LD[lane, d]
+            _round_rows(out_rows, LANES * D, O, NONE, first_row * D, at)
+            _round_rows(lse, LANES, LSE, NONE, first_row, at)
 
             if exact:
                 if causal:
-                    _mask(raw_CL, NONE, keys, block_start, -INF)
-                _max_over_columns(raw_CL, NONE, keys, top_L)
-                _subtract_row(raw_CL, NONE, keys, top_L, raw_CL)
-                for n in range(n_scores):
-                    e_CL[n] = exp_nb(raw_CL[n])
+                    _mask(raw_KL, NONE, keys, block_start, -INF)
+                max_over_keys(raw_KL, raw_KL, NONE, keys, top)
+                subtract_row(raw_KL, NONE, keys, top, raw_KL)
+                _exp_all(raw, keys * LANES, e)
                 if causal:
-                    _mask(raw_CL, NONE, keys, block_start, ZERO)
-                    _mask(e_CL, NONE, keys, block_start, ZERO)
-                _sum_over_columns(e_CL, keys, sum_L)
-                _narrow(sum_L, z_L, LANES)
+                    _mask(raw_KL, NONE, keys, block_start, ZERO)
+                    _mask(e_KL, NONE, keys, block_start, ZERO)
+                sum_over_keys(e_KL, e_KL, NONE, keys, total)
+                _narrow(total, z, LANES)
                 if lse_exact:
-                    for lane in range(rows):
-                        lse_L[lane] = top_L[lane] + log_nb(z_L[lane])
+                    for lane in range(LANES):
+                        lse[lane] = top[lane] + log_nb(z[lane])
                 if out_gain != F32(1):
-                    _widen(e_CL, x64, n_scores)
-                    matmul(pv64, 0, LANES, v64, 0, 1, D, x64, 0, LANES, D, LANES, keys, False)
-                    for d in range(D):
-                        for lane in range(LANES):
-                            n = d * LANES + lane
-                            true = F32(pv64[n]) / z_L[lane]
-                            out_DL[n] = true + out_gain * (out_DL[n] - true)
-                            o_DL[n] = true + out_gain * (o_DL[n] - true)
+                    _widen(e, wide_scores, keys * LANES)
+                    matmul(wide_LD, 0, padded, wide_scores, 0, 1, LANES, v_KD, 0, padded,
+                           LANES, padded, keys, False)  # fmt: skip
+                    for lane in range(LANES):
+                        for d in range(D):
+                            true = F32(wide_LD[lane, d]) / z[lane]
+                            out_LD[lane, d] = true + out_gain * (out_LD[lane, d] - true)
+                            o_LD[lane, d] = true + out_gain * (o_LD[lane, d] - true)
                 if want_stats:
-                    _dot_over_columns(e_CL, raw_CL, keys, spread_L)
+                    dot_over_keys(e_KL, raw_KL, NONE, keys, spread)
                     for lane in range(rows):
-                        top, z = top_L[lane], z_L[lane]
-                        head_max = top if (top > head_max or top != top) else head_max
-                        head_entropy += F64(log_nb(z) - F32(spread_L[lane]) / z)
+                        head_max = _max_or_nan(top[lane], head_max)
+                        head_entropy += F64(log_nb(z[lane]) - F32(spread[lane]) / z[lane])
 
             # [14]
-            _round_block(out_DL, D, OUT, NONE, first_row, D, at)
-            _store_block(out_DL, first_row, rows, D, out)
+            _round_rows(out_rows, LANES * D, OUT, NONE, first_row * D, at)
+            _store(out_rows, rows * D, out, first_row * D)
             if delta == DELTA_O_FP32:
-                _store_block(o_DL, first_row, rows, D, o_delta)
-            for lane in range(rows):
-                lse_out[first_row + lane] = lse_L[lane]
+                _store(o_rows, rows * D, o_delta, first_row * D)
+            _store(lse, rows, lse_out, first_row)
 
         if want_stats:
-            max_logit[head] = head_max + ZERO
-            entropy[head] = F32(head_entropy / Tq)
-            tied_fallbacks[head] = head_fallbacks
+            max_logit[bh] = head_max + ZERO
+            entropy[bh] = F32(head_entropy / Tq)
+            tied_fallbacks[bh] = head_fallbacks
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _backward_kernel(
-    q, k, v, o_delta, lse, do, dq, dk, dv, residual_r, residual_mean, B, H, H_kv, Tq, Tk, D, causal, scale,
+    q, k, v, o_delta, lse_in, do, dq, dk, dv, residual_r, residual_mean, B, H, H_kv, Tq, Tk, D, causal, scale,
     at, want_stats, delta, delta_gain,
 ):  # fmt: skip
     group = H // H_kv
     padded = (D + COLUMNS - 1) // COLUMNS * COLUMNS
-    head32 = np.empty(_columns_of(Tk * D) * LANES, F32)
-    heads64 = np.empty((2, Tk * D))
-    k64, v64 = heads64[0], heads64[1]
-    sums64 = np.empty((2, Tk * padded))
-    dk64, dv64 = sums64[0], sums64[1]
-    rows32 = np.empty((4, D * LANES), F32)
-    q_DL, do_DL, o_DL, dq_DL = rows32[0], rows32[1], rows32[2], rows32[3]
-    wide_DL = np.empty(D * LANES)
-    rows64 = np.zeros((2, LANES * padded))
-    q_LD, do_LD = rows64[0], rows64[1]
-    scores64 = np.empty((2, Tk * LANES))
-    x64, p64 = scores64[0], scores64[1]
-    scores = np.empty((2, Tk * LANES), F32)
-    p_CL, dp_CL = scores[0], scores[1]
-    lanes32 = np.zeros((2, LANES), F32)
-    lse_L, delta_L = lanes32[0], lanes32[1]
-    lanes64 = np.empty((3, LANES))
-    sum_L, size_L, dot_L = lanes64[0], lanes64[1], lanes64[2]
+    head = np.empty(Tk * D, F32)
+    head_KD = head.reshape(Tk, D)
+    wide_heads = np.zeros((4, Tk, padded))
+    k_KD, v_KD, dk_KD, dv_KD = wide_heads[0], wide_heads[1], wide_heads[2], wide_heads[3]
+    scores = np.empty((2, Tk, LANES), F32)
+    p_KL, dp_KL = scores[0], scores[1]
+    p, dp = p_KL.reshape(-1), dp_KL.reshape(-1)
+    ds_KL, ds = p_KL, p
+    wide_p, wide_ds = np.empty(Tk * LANES), np.empty(Tk * LANES)
+    rows_LD = np.zeros((4, LANES, D), F32)
+    q_LD, do_LD, o_LD, dq_LD = rows_LD[0], rows_LD[1], rows_LD[2], rows_LD[3]
+    q_rows, do_rows, o_rows, dq_rows = q_LD.reshape(-1), do_LD.reshape(-1), o_LD.reshape(-1), dq_LD.reshape(-1)
+    wide_rows = np.zeros((3, LANES, padded))
+    wide_q_LD, wide_do_LD, wide_dq_LD = wide_rows[0], wide_rows[1], wide_rows[2]
+    wide_DL = np.empty((D, LANES))
+    lse, delta_L = np.zeros(LANES, F32), np.empty(LANES, F32)
+    total, other = np.empty(LANES), np.empty(LANES)
 
-    for head in range(B * H):
-        b, h = head // H, head % H
+    for bh in range(B * H):
+        b, h = bh // H, bh % H
         kv_start = (b * H_kv + h // group) * Tk * D
         if h % group == 0:
-            k_finite = _load_head(k, kv_start, Tk * D, head32, k64, IN_K, at)
-            _load_head(v, kv_start, Tk * D, head32, v64, IN_V, at)
-            dk64[:] = 0.0
-            dv64[:] = 0.0
-        finite = k_finite and _finite(q, head * Tq * D, Tq * D) and _finite(do, head * Tq * D, Tq * D)
-        block_rows = LANES if finite else 1
+            _load(v, kv_start, Tk * D, head, IN_V, at)
+            _pad_rows(head_KD, v_KD, Tk, D)
+            _load(k, kv_start, Tk * D, head, IN_K, at)
+            _pad_rows(head_KD, k_KD, Tk, D)
+            k_finite = _finite(head, NONE, Tk * D)
+            dk_KD[:] = 0.0
+            dv_KD[:] = 0.0
+        finite = k_finite and _finite(q, bh * Tq * D, Tq * D) and _finite(do, bh * Tq * D, Tq * D)
+        block_rows = LANES if finite else ONE
         head_error, head_size, head_sum = 0.0, 0.0, 0.0
 
         for block_start in range(0, Tq, block_rows):
             rows = min(block_rows, Tq - block_start)
-            first_row = head * Tq + block_start
+            first_row = bh * Tq + block_start
             keys = min(Tk, block_start + rows) if causal else Tk
-            n_scores = keys * LANES
-            _load_block(q, first_row, rows, D, q_DL, IN_Q, at)
-            _load_block(do, first_row, rows, D, do_DL, IN_DO, at)
+            _load(q, first_row * D, rows * D, q_rows, IN_Q, at)
+            _load(do, first_row * D, rows * D, do_rows, IN_DO, at)
+            _pad_rows(q_LD, wide_q_LD, LANES, D)
+            _pad_rows(do_LD, wide_do_LD, LANES, D)
             for lane in range(rows):
-                lse_L[lane] = lse[first_row + lane]
+                lse[lane] = lse_in[first_row + lane]
 
             # [17, 18, 19]
-            _widen(q_DL, wide_DL, D * LANES)
-            matmul(x64, 0, LANES, k64, 0, D, 1, wide_DL, 0, LANES, keys, LANES, D, False)
-            _narrow(x64, p_CL, n_scores)
-            _round_block(p_CL, keys, BWD_QK, NONE, first_row, Tk, at)
-            for n in range(n_scores):
-                p_CL[n] = p_CL[n] * scale
-            _round_block(p_CL, keys, BWD_S, NONE, first_row, Tk, at)
-            _subtract_row(p_CL, NONE, keys, lse_L, p_CL)
-            _exp_all(p_CL, n_scores)
-            _round_block(p_CL, keys, BWD_P, NONE, first_row, Tk, at)
+            _transpose(wide_q_LD, wide_DL, D)
+            matmul(wide_p, 0, LANES, k_KD, 0, padded, 1, wide_DL, 0, LANES, keys, LANES, D, False)
+            _narrow(wide_p, p, keys * LANES)
+            _round_scores(p, keys, BWD_QK, NONE, first_row, Tk, at)
+            _scale_all(p, keys * LANES, scale, p)
+            _round_scores(p, keys, BWD_S, NONE, first_row, Tk, at)
+            subtract_row(p_KL, NONE, keys, lse, p_KL)
+            _exp_all(p, keys * LANES, p)
+            _round_scores(p, keys, BWD_P, NONE, first_row, Tk, at)
 
             # [20]
-            _widen(do_DL, wide_DL, D * LANES)
-            matmul(x64, 0, LANES, v64, 0, D, 1, wide_DL, 0, LANES, keys, LANES, D, False)
-            _narrow(x64, dp_CL, n_scores)
-            _round_block(dp_CL, keys, DP, NONE, first_row, Tk, at)
+            _transpose(wide_do_LD, wide_DL, D)
+            matmul(wide_ds, 0, LANES, v_KD, 0, padded, 1, wide_DL, 0, LANES, keys, LANES, D, False)
+            _narrow(wide_ds, dp, keys * LANES)
+            _round_scores(dp, keys, DP, NONE, first_row, Tk, at)
             if causal:
-                _mask(p_CL, NONE, keys, block_start, ZERO)
-                _mask(dp_CL, NONE, keys, block_start, ZERO)
+                _mask(p_KL, NONE, keys, block_start, ZERO)
+                _mask(dp_KL, NONE, keys, block_start, ZERO)
 
             # [21]
             if delta != DELTA_FROM_P:
-                _load_block(o_delta, first_row, rows, D, o_DL, UNROUNDED, at)
-                for n in range(D * LANES):
-                    o_DL[n] = do_DL[n] * o_DL[n]
-                _round_block(o_DL, D, DELTA_PROD, NONE, first_row, D, at)
-                _sum_over_columns(o_DL, D, sum_L)
-                _narrow(sum_L, delta_L, LANES)
-                _round_block(delta_L, ONE, DELTA_SUM, NONE, first_row, ONE, at)
-            if delta == DELTA_FROM_P or delta_gain != F32(1):
-                _dot_over_columns(p_CL, dp_CL, keys, dot_L)
-                _sum_over_columns(p_CL, keys, sum_L)
+                _load(o_delta, first_row * D, rows * D, o_rows, UNROUNDED, at)
+                for n in range(rows * D):
+                    o_rows[n] = do_rows[n] * o_rows[n]
+                _round_rows(o_rows, rows * D, DELTA_PROD, NONE, first_row * D, at)
                 for lane in range(LANES):
-                    true = F32(dot_L[lane]) / F32(sum_L[lane])
-                    faulty = true if delta == DELTA_FROM_P else delta_L[lane]
-                    delta_L[lane] = true if delta == DELTA_FROM_P else true + delta_gain * (faulty - true)
+                    total[lane] = 0.0
+                    for d in range(D):
+                        total[lane] += F64(o_LD[lane, d])
+                _narrow(total, delta_L, LANES)
+                _round_rows(delta_L, LANES, DELTA_SUM, NONE, first_row, at)
+            if delta == DELTA_FROM_P or delta_gain != F32(1):
+                dot_over_keys(p_KL, dp_KL, NONE, keys, total)
+                sum_over_keys(p_KL, p_KL, NONE, keys, other)
+                for lane in range(LANES):
+                    true = F32(total[lane]) / F32(other[lane])
+                    if delta == DELTA_FROM_P:
+                        delta_L[lane] = true
+                    else:
+                        delta_L[lane] = true + delta_gain * (delta_L[lane] - true)
 
             # [22]
-            _widen(p_CL, p64, n_scores)
-            for c in range(keys):
-                for lane in range(LANES):
-                    n = c * LANES + lane
-                    p_CL[n] = p_CL[n] * (dp_CL[n] - delta_L[lane])
-            _round_block(p_CL, keys, DS, NONE, first_row, Tk, at)
+            _widen(p, wide_p, keys * LANES)
+            subtract_row(dp_KL, NONE, keys, delta_L, dp_KL)
+            for n in range(keys * LANES):
+                ds[n] = p[n] * dp[n]
+            _round_scores(ds, keys, DS, NONE, first_row, Tk, at)
             if causal:
-                _mask(p_CL, NONE, keys, block_start, ZERO)
-            _widen(p_CL, x64, n_scores)
+                _mask(ds_KL, NONE, keys, block_start, ZERO)
+            _widen(ds, wide_ds, keys * LANES)
             if want_stats:
-                for lane in range(LANES):
-                    sum_L[lane] = 0.0
-                    size_L[lane] = 0.0
-                for c in range(keys):
-                    for lane in range(LANES):
-                        sum_L[lane] += x64[c * LANES + lane]
-                        size_L[lane] += abs(x64[c * LANES + lane])
+                sum_over_keys(ds_KL, ds_KL, NONE, keys, total)
+                sum_sizes_over_keys(ds_KL, ds_KL, NONE, keys, other)
                 for lane in range(rows):
-                    head_error += abs(sum_L[lane])
-                    head_size += size_L[lane]
-                    head_sum += sum_L[lane]
+                    head_error += abs(total[lane])
+                    head_size += other[lane]
+                    head_sum += total[lane]
 
             # [23]
-            matmul(wide_DL, 0, LANES, k64, 0, 1, D, x64, 0, LANES, D, LANES, keys, False)
-            for n in range(D * LANES):
-                dq_DL[n] = F32(wide_DL[n]) * scale
-            _round_block(dq_DL, D, OUT_DQ, NONE, first_row, D, at)
-            _store_block(dq_DL, first_row, rows, D, dq)
+            matmul(wide_dq_LD, 0, padded, wide_ds, 0, 1, LANES, k_KD, 0, padded, LANES, padded, keys, False)
+            _unpad_rows(wide_dq_LD, dq_LD, rows, D, scale)
+            _round_rows(dq_rows, rows * D, OUT_DQ, NONE, first_row * D, at)
+            _store(dq_rows, rows * D, dq, first_row * D)
 
             # [24, 25]
-            _to_rows(q_DL, rows, D, q_LD, padded)
-            _to_rows(do_DL, rows, D, do_LD, padded)
-            matmul(dk64, 0, padded, x64, 0, LANES, 1, q_LD, 0, padded, keys, padded, rows, True)
-            matmul(dv64, 0, padded, p64, 0, LANES, 1, do_LD, 0, padded, keys, padded, rows, True)
+            matmul(dk_KD, 0, padded, wide_ds, 0, LANES, 1, wide_q_LD, 0, padded, keys, padded, rows, True)
+            matmul(dv_KD, 0, padded, wide_p, 0, LANES, 1, wide_do_LD, 0, padded, keys, padded, rows, True)
 
         if want_stats:
             vanish = head_error == 0.0 and head_size == 0.0
-            residual_r[head] = ZERO if vanish else F32(head_error / head_size)
-            residual_mean[head] = F32(head_sum / Tq)
+            residual_r[bh] = ZERO if vanish else F32(head_error / head_size)
+            residual_mean[bh] = F32(head_sum / Tq)
         if h % group == group - 1:
-            _store_head(dk64, Tk, D, padded, scale, head32, dk, kv_start, OUT_DK, at)
-            _store_head(dv64, Tk, D, padded, F32(1), head32, dv, kv_start, OUT_DV, at)
+            _unpad_rows(dk_KD, head_KD, Tk, D, scale)
+            _round_rows(head, Tk * D, OUT_DK, NONE, kv_start, at)
+            _store(head, Tk * D, dk, kv_start)
+            _unpad_rows(dv_KD, head_KD, Tk, D, F32(1))
+            _round_rows(head, Tk * D, OUT_DV, NONE, kv_start, at)
+            _store(head, Tk * D, dv, kv_start)
