@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -61,14 +60,14 @@ class Tap:
     k: Tensor | None = None
     v: Tensor | None = None
     out: Tensor | None = None
-    d_out: list[Tensor] = field(default_factory=list)
+    d_out: Tensor | None = None
     stats: object | None = None
 
     def statistics(self) -> object:
         """Maximum logit, entropy and row-sum residual per (B, H), from the kernel itself or recomputed from what it returned."""
         if self.stats is not None:
             return self.stats
-        return attention_stats(self.q, self.k, self.v, self.out, self.d_out[0])
+        return attention_stats(self.q, self.k, self.v, self.out, self.d_out)
 
 
 class QKSite(Protocol):
@@ -82,7 +81,7 @@ class QKSite(Protocol):
 class Attention(nn.Module):
     """Projections W_Q, W_K, W_V, W_O as torch stores them, (out, in), without biases.
 
-    ``kernel`` may be swapped (a clean splice does, for its second pass), ``qk_site`` is the slot of a guard, ``tap`` of telemetry.
+    ``kernel`` may be swapped (a clean splice does, for its second pass), ``qk_site`` is a guard's slot, ``tap`` telemetry's.
     """
 
     def __init__(self, config: ModelConfig, kernel: AttentionKernel) -> None:
@@ -131,4 +130,4 @@ class Attention(nn.Module):
         )
         tap.stats = stats
         if out.requires_grad:
-            out.register_hook(lambda gradient: tap.d_out.append(gradient.detach()))
+            out.register_hook(lambda gradient: setattr(tap, "d_out", gradient.detach()))
