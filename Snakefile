@@ -49,3 +49,8 @@ include: "rules/report.smk"
 onstart:
     for moved in supersede_all(PATHS, STUDY):
         logger.info(f"The config of a finished run has changed; it is kept as {moved}")
+    if kernels_are_cold():
+        logger.info("Compiling the CPU kernels once, before runs start in parallel")
+        shell("qkpipe warm-up")
+        COMPILED.parent.mkdir(parents=True, exist_ok=True)
+        COMPILED.touch()

@@ -23,8 +23,10 @@ def validated():
         if key not in OPTIONS:
             raise BadInput(f"--config {key}: unknown key; allowed: {', '.join(sorted(OPTIONS))}")
     seeds = config.get("seeds")
-    if seeds is not None and not (isinstance(seeds, list) and seeds and all(type(s) is int for s in seeds)):
-        raise BadInput(f"--config seeds={seeds!r}: must be a list of numbers, such as 'seeds=[0,1,2]'")
+    if seeds is not None:  # snakemake hands the members of a list over as text
+        if not isinstance(seeds, list) or not seeds or not all(str(seed).isdecimal() for seed in seeds):
+            raise BadInput(f"--config seeds={seeds}: must be a list of seeds, such as 'seeds=[0,1,2]'")
+        seeds = [int(seed) for seed in seeds]
     folder = Path(config.get("study", Path(workflow.basedir) / "workflow" / "config"))
     study = load_study(folder, config.get("scale"))
     for target in study.config.targets:
@@ -36,6 +38,15 @@ def validated():
 def source(*parts):
     """A file of this repository as an input: a step whose code changes is done again, and nothing before it."""
     return Path(workflow.basedir).joinpath(*parts)
+
+
+def kernels_are_cold():
+    """Whether numerics changed since this study's kernels were compiled.
+
+    No rule does this, for its output would be an input of every run: compiling anew would train anew.
+    """
+    sources = source("src", "qkpipe", "numerics").glob("*.py")
+    return not COMPILED.exists() or any(s.stat().st_mtime > COMPILED.stat().st_mtime for s in sources)
 
 
 def asked_targets():

@@ -2,21 +2,9 @@
 # never because a script or a report was edited. A collapse is a result: the job succeeds.
 
 
-rule compile:
-    output:
-        touch(COMPILED),
-    log:
-        f"{LOGS}/compile.log",
-    message:
-        "Compiling the CPU kernels once, before runs start in parallel"
-    shell:
-        "qkpipe warm-up > {log} 2>&1"
-
-
 rule train:
     input:
         meta=DATA / "meta.json",
-        compiled=ancient(COMPILED),
     output:
         record=PATHS.run("{arm}", "{seed}").record,
         steps=PATHS.run("{arm}", "{seed}").table("steps"),
