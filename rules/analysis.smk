@@ -10,7 +10,7 @@ rule runs:
         curves=PATHS.analysis("curves"),
         exclusions=PATHS.analysis("exclusions"),
     log:
-        f"{LOGS}/runs.log",
+        LOGS / "runs.log",
     params:
         targets=lambda wildcards: " ".join(f"--target {name}" for name in asked_targets()),
         seeds="" if SEEDS is None else f"--seeds {','.join(map(str, SEEDS))}",
@@ -28,7 +28,7 @@ rule dissociation:
     output:
         PATHS.analysis("dissociation"),
     log:
-        f"{LOGS}/dissociation.log",
+        LOGS / "dissociation.log",
     message:
         "Summarising every arm over its seeds"
     shell:
@@ -42,7 +42,7 @@ rule probe:
     output:
         PATHS.analysis("probe_curves"),
     log:
-        f"{LOGS}/probe.log",
+        LOGS / "probe.log",
     message:
         "Collecting the causal probe's curves and energies"
     shell:
@@ -57,7 +57,7 @@ rule guard:
         curves=PATHS.analysis("guard_curves"),
         firing=PATHS.analysis("guard_firing"),
     log:
-        f"{LOGS}/guard.log",
+        LOGS / "guard.log",
     message:
         "Collecting the anatomy of every live trigger"
     shell:

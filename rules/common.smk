@@ -1,4 +1,4 @@
-# What every rule shares: the validated study, its paths, and which runs are asked for. Parsed again in every cluster job, so
+# What all rules share: the validated study, its paths, and which runs are asked for. Parsed again in every cluster job, so
 # it imports no torch.
 
 import re
@@ -43,7 +43,7 @@ def source(*parts):
 def kernels_are_cold():
     """Whether numerics changed since this study's kernels were compiled.
 
-    No rule does this, for its output would be an input of every run: compiling anew would train anew.
+    Not a job of the workflow: its output would be an input of every run, and compiling anew would train anew.
     """
     sources = source("src", "qkpipe", "numerics").glob("*.py")
     return not COMPILED.exists() or any(s.stat().st_mtime > COMPILED.stat().st_mtime for s in sources)
@@ -74,7 +74,7 @@ except BadInput as error:
 PATHS = StudyPaths(STUDY.scale)
 RESOURCES = STUDY.scale_config.resources
 DATA = PATHS.data(STUDY.scale_config.corpus, STUDY.scale_config.tokenizer)
-LOGS = f"logs/{STUDY.scale}"
+LOGS = Path("logs") / STUDY.scale
 CONFIG_HASHES = {arm: STUDY.resolve(arm, 0).config_hash for arm in STUDY.runnable}
 COMPILED = PATHS.results / "kernels.compiled"
 # Figures, and the analyses each reads.

@@ -5,7 +5,7 @@ rule effective_config:
     output:
         PATHS.effective_config,
     log:
-        f"{LOGS}/effective_config.log",
+        LOGS / "effective_config.log",
     params:
         digest=digest(STUDY),
     message:
@@ -19,7 +19,7 @@ rule data:
     output:
         meta=DATA / "meta.json",
     log:
-        f"{LOGS}/data.log",
+        LOGS / "data.log",
     params:
         corpus=STUDY.config.corpora[STUDY.scale_config.corpus].model_dump(mode="json"),
         tokenizer=STUDY.config.tokenizers[STUDY.scale_config.tokenizer].model_dump(mode="json"),

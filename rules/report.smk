@@ -15,7 +15,7 @@ rule figure:
     wildcard_constraints:
         figure="|".join(FIGURES),
     log:
-        LOGS + "/figure/{figure}.log",
+        LOGS / "figure" / "{figure}.log",
     message:
         "Drawing figure {wildcards.figure}"
     shell:
@@ -32,7 +32,7 @@ rule report:
     output:
         PATHS.report,
     log:
-        f"{LOGS}/report.log",
+        LOGS / "report.log",
     message:
         "Writing the report"
     shell:
@@ -45,7 +45,7 @@ rule mirror:
     output:
         touch(MIRRORED),
     log:
-        f"{LOGS}/mirror.log",
+        LOGS / "mirror.log",
     message:
         "Mirroring the runs into MLflow (mlflow.db)"
     localrule: True  # one writer, where the user runs `mlflow ui`

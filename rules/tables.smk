@@ -13,7 +13,7 @@ rule contrasts:
             category="Tables",
         ),
     log:
-        f"{LOGS}/contrasts.log",
+        LOGS / "contrasts.log",
     message:
         "Comparing every arm with its twin and its parent, seed by seed"
     shell:
@@ -31,7 +31,7 @@ rule database:
     output:
         PATHS.database,
     log:
-        f"{LOGS}/database.log",
+        LOGS / "database.log",
     message:
         "Building the database"
     shell:

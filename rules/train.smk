@@ -15,9 +15,9 @@ rule train:
         events=PATHS.run("{arm}", "{seed}").table("events"),
         timing=PATHS.run("{arm}", "{seed}").table("timing"),
     log:
-        LOGS + "/train/{arm}/seed={seed}.log",
+        LOGS / "train" / "{arm}" / "seed={seed}.log",
     benchmark:
-        LOGS + "/benchmark/train/{arm}/seed={seed}.tsv"
+        LOGS / "benchmark" / "train" / "{arm}" / "seed={seed}.tsv"
     params:
         config_hash=lambda wildcards: CONFIG_HASHES[wildcards.arm],
         schema=SCHEMA_VERSION,
