@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ def save(path: Path, state: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def load(path: Path, *, config_hash: str, data_hash: str) -> dict[str, Any] | None:
-    """The checkpoint at ``path``, or None where there is none.
+def load(path: Path, *, config_hash: str, data_hash: str, device: str = "cpu") -> dict[str, Any] | None:
+    """The checkpoint at ``path``, its tensors on ``device``, or None where there is none.
 
     Raises:
         BadInput: it is of another config or other data, or cannot be read.
@@ -31,7 +32,11 @@ def load(path: Path, *, config_hash: str, data_hash: str) -> dict[str, Any] | No
     if not path.exists():
         return None
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        # torch's reader does not look at the checksums.
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(damaged)
+        state = dict(torch.load(path, map_location=device, weights_only=True))
     except Exception as error:
         raise BadInput(
             f"{path}: not a readable checkpoint ({type(error).__name__}); delete it to start afresh"

@@ -53,12 +53,12 @@ def train_run(run: RunConfig, paths: StudyPaths, *, progress: bool | None = None
     scratch.folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(scratch.lock)
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except Timeout:
         raise BadInput(
             f"{scratch.lock}: held by a live process training {run.arm}/seed={run.seed}; wait for it, or stop it"
         ) from None
-    with lock:
+    with held:
         if aside := supersede(paths, run):
             log.warning("a run of another config was here: moved to %s", aside)
         if target.record.exists():
@@ -79,7 +79,12 @@ def _train(
     torch.set_num_threads(run.train.threads)
     writer = PartWriter(scratch, run.run_id)
     trainer = Trainer(run, tokens, writer)
-    state = checkpoint.load(scratch.checkpoint, config_hash=run.config_hash, data_hash=tokens.data_hash)
+    state = checkpoint.load(
+        scratch.checkpoint,
+        config_hash=run.config_hash,
+        data_hash=tokens.data_hash,
+        device=run.train.device,
+    )
     resumes, stopped = 0, False
     if state is not None:
         trainer.load_state_dict(state["trainer"])
