@@ -8,6 +8,7 @@ healthy setting) the kernels are a flash attention on bfloat16 tensor cores.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,8 +26,9 @@ from qkpipe_kernels.attention_backward import (
     attention_delta_from_p,
 )
 from qkpipe_kernels.attention_forward import attention_forward
+from qkpipe_kernels.launch import Launch
 from qkpipe_kernels.prepare import inverse_rms, norm_backward_, round_rows
-from qkpipe_kernels.rounding import bf16_parts, rounding_code
+from qkpipe_kernels.rounding import bf16_parts, rounding_code, signed
 
 HEAD_DIMS = (16, 32, 64, 128)
 OPERANDS = ("exact", "bf16")
@@ -100,16 +102,25 @@ def forward_tiling(D: int, fast: bool, tile: int, wide: bool) -> Tiling:
     return Tiling(64, _block_of(tile, D), 4, 2)
 
 
-def dq_tiling(D: int, fast: bool, wide: bool) -> Tiling:
+def dq_tiling(D: int, wide: bool) -> Tiling:
     if wide:
         return Tiling(32, 32, 4, 1)
     return Tiling(128, 32 if D == 128 else 64, 8, 2 if D == 128 else 3)
 
 
-def dkdv_tiling(D: int, fast: bool, wide: bool) -> Tiling:
+def dkdv_tiling(D: int, wide: bool, capability: int) -> Tiling:
+    """capability: 80 for compute capability 8.0; before 9.0 the accumulators of 64 rows spill."""
     if wide:
         return Tiling(32, 32, 4, 1)
-    return Tiling(32 if D == 128 else 64, 128, 8, 2)
+    return Tiling(64 if D < 128 and capability >= 90 else 32, 128, 8, 2)
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def _block_of(tile: int, D: int) -> int:
@@ -270,11 +281,6 @@ def prepare(q, k, v, options: Options, norm_switch: torch.Tensor | None = None) 
     return Inputs(q, k, rounded(v, "in_v")[0], rq, rk)
 
 
-def signed(seed: int) -> int:
-    """A u32 as the int32 of the same bits, which is how the kernels take it."""
-    return seed - (1 << 32) if seed >= 1 << 31 else seed
-
-
 def forward(inputs: Inputs, options: Options, dtype: torch.dtype, statistics: Statistics):
     """Points 2 to 15: (out, the O that delta is taken from, LSE (B, H, Tq) fp32); fills in the statistics."""
     launch = forward_launch(inputs, options, dtype)
@@ -305,18 +311,6 @@ def backward(inputs: Inputs, o_delta, lse, do, options: Options, dtype: torch.dt
         statistics.residual_r = torch.where((error == 0) & (size == 0), 0.0, error / size).float()
         statistics.residual_mean = row.mean(-1).float()
     return dq_arguments["dq_ptr"], dkdv_arguments["dk_ptr"], dkdv_arguments["dv_ptr"]
-
-
-class Launch(NamedTuple):
-    """A kernel with everything it is launched with, by name; the tests also compile it for GPUs that are not there."""
-
-    kernel: object
-    grid: tuple[int, ...]
-    arguments: dict
-    options: dict
-
-    def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, **self.options)
 
 
 def _sizes(inputs: Inputs, options: Options) -> dict:
@@ -396,8 +390,10 @@ def forward_launch(inputs: Inputs, options: Options, dtype: torch.dtype) -> Laun
     return Launch(attention_forward, grid, arguments, _compile_options(tiling, fast))
 
 
-def backward_launches(inputs: Inputs, o_delta, lse, do, options: Options, dtype: torch.dtype) -> list[Launch]:
-    """In order; the last two are dQ's and dK and dV's."""
+def backward_launches(
+    inputs: Inputs, o_delta, lse, do, options: Options, dtype: torch.dtype, capability: int | None = None
+) -> list[Launch]:
+    """In order; the last two are dQ's and dK and dV's. capability: of q's device by default."""
     q, k, v, rq, rk = inputs
     B, H, Tq, D = q.shape
     H_kv, Tk = k.shape[1:3]
@@ -428,7 +424,7 @@ def backward_launches(inputs: Inputs, o_delta, lse, do, options: Options, dtype:
             Launch(attention_delta, (triton.cdiv(Tq, 64), B * H), arguments, {"enable_fp_fusion": False})
         )
     if from_p:
-        tiling = dq_tiling(D, False, wide)
+        tiling = dq_tiling(D, wide)
         arguments = {
             **tensors,
             **sizes,
@@ -457,7 +453,7 @@ def backward_launches(inputs: Inputs, o_delta, lse, do, options: Options, dtype:
         "NORM": norm,
     }
 
-    tiling = dq_tiling(D, fast, wide)
+    tiling = dq_tiling(D, wide)
     dq = torch.empty_like(q, dtype=dtype)
     arguments = {
         **shared,
@@ -474,7 +470,7 @@ def backward_launches(inputs: Inputs, o_delta, lse, do, options: Options, dtype:
     grid = (triton.cdiv(Tq, tiling.rows), B * H)
     launches.append(Launch(attention_backward_dq, grid, arguments, _compile_options(tiling, fast)))
 
-    tiling = dkdv_tiling(D, fast, wide)
+    tiling = dkdv_tiling(D, wide, _capability(q.device) if capability is None else capability)
     dk, dv = torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
     arguments = {
         **shared,

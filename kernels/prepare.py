@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from qkpipe.numerics.precision import Rounding
-from qkpipe_kernels.rounding import BF16, round_to, rounding_code
+from qkpipe_kernels.rounding import cast_to, round_to, rounding_code
 
 _ROWS = 64
 _EPS = tl.constexpr(1.1754943508222875e-38)
@@ -65,10 +65,7 @@ def norm_backward(
         y = tl.load(at_x, mask=exists[:, None], other=0.0).to(tl.float32) * inverse
         g = tl.load(at_g, mask=exists[:, None], other=0.0).to(tl.float32)
         g = inverse * (g - y * (tl.sum(y * g, 1) * (1.0 / D))[:, None])
-        # The last rounding is that of a bfloat16 tensor, if it is one.
-        if g_ptr.dtype.element_ty == tl.bfloat16:
-            g = round_to(g, BF16, T, 0, T, rows)
-        tl.store(at_g, g.to(g_ptr.dtype.element_ty), mask=exists[:, None])
+        tl.store(at_g, cast_to(g, g_ptr.dtype.element_ty), mask=exists[:, None])
 
 
 def round_rows(

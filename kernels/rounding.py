@@ -32,6 +32,11 @@ def bf16_parts(bits: int) -> int:
     return -(-(bits + 1) // 8)
 
 
+def signed(u32: int) -> int:
+    """The int32 with the bits of a u32, which is how kernels take seeds."""
+    return u32 - (1 << 32) if u32 >= 1 << 31 else u32
+
+
 @triton.jit
 def _mix(h):
     """lowbias32: uint32 -> uint32."""
@@ -43,15 +48,20 @@ def _mix(h):
 
 
 @triton.jit
+def hash_u32(seed, stream, counter):
+    """The draw of (seed, stream) at `counter`: uint32. seed, stream: uint32 scalars; counter: uint32."""
+    k1 = _mix(_mix(seed + 0x9E3779B9) ^ stream)
+    k2 = _mix(_mix(seed ^ 0x85EBCA6B) + stream)
+    return _mix(_mix(counter ^ k1) + k2)
+
+
+@triton.jit
 def draw_u32(seed, POINT: tl.constexpr, tile, counter):
     """The draw at `counter` (int32, taken modulo 2^32) of the stream fold_in(POINT, tile): uint32."""
-    seed = seed.to(tl.uint32, bitcast=True)
     point = tl.full([], POINT, tl.uint32)
     # Added to a tensor, since a loop index is a bare int to the interpreter.
     stream = _mix(_mix(point + 0x9E3779B9) ^ (tl.full([], 0, tl.uint32) + tile))
-    k1 = _mix(_mix(seed + 0x9E3779B9) ^ stream)
-    k2 = _mix(_mix(seed ^ 0x85EBCA6B) + stream)
-    return _mix(_mix(counter.to(tl.uint32, bitcast=True) ^ k1) + k2)
+    return hash_u32(seed.to(tl.uint32, bitcast=True), stream, counter.to(tl.uint32, bitcast=True))
 
 
 @triton.jit
@@ -73,6 +83,14 @@ def round_to(x, CODE: tl.constexpr, seed, POINT: tl.constexpr, tile, counter):
             up = i + (draw_u32(seed, POINT, tile, counter) & LOW).to(tl.int32)
         up = tl.where(x != x, i | 0x00400000, up)
         return (up & ~LOW).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def cast_to(x, dtype: tl.constexpr):
+    """fp32 x as fp32 or, rounded to nearest even, as bfloat16."""
+    if dtype == tl.bfloat16:
+        x = round_to(x, 28, 0, 0, 0, x)
+    return x.to(dtype)
 
 
 @triton.jit

@@ -1,0 +1,272 @@
+"""Microscaling formats on a GPU: `qkpipe.numerics.quantize_mx` as one pass over memory, with the same bits.
+
+A program has ROWS blocks of 32 elements. x is taken as (outer, length, inner), contiguous, with blocks along
+`length`; block r = (o * n_blocks + n) * inner + c. The rules are those of `qkpipe.numerics.mx`; NVFP4, whose
+quotients need float64, is left to it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from qkpipe.errors import BadInput
+from qkpipe.numerics.counter_rng import stream_keys
+from qkpipe.numerics.mx import FORMATS, ROUNDINGS, SCALE_RULES
+from qkpipe_kernels.launch import Launch
+from qkpipe_kernels.rounding import cast_to, hash_u32, signed
+
+BLOCK = 32
+_B = tl.constexpr(BLOCK)
+_FLOOR, _EVEN, _RCEIL = (tl.constexpr(SCALE_RULES.index(rule)) for rule in ("floor", "even", "rceil"))
+_NAN_E8M0 = tl.constexpr(255)
+_NAN = tl.constexpr(float("nan"))
+
+
+@triton.jit
+def _scale_byte(
+    amax, M: tl.constexpr, EMAX: tl.constexpr, LARGEST_MANTISSA: tl.constexpr, RULE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """e + 127 of the scale 2^e, from the pattern of a finite amax."""
+    HALF: tl.constexpr = 1 << (22 - M)
+    exponent = amax >> 23
+    if RULE == _EVEN:
+        exponent = (amax + HALF) >> 23
+    elif RULE == _RCEIL:
+        exponent += ((amax & 0x7FFFFF) > LARGEST_MANTISSA).to(tl.int32)
+    UP: tl.constexpr = 2 * HALF - 1 if STOCHASTIC else HALF
+    overflows = (exponent == 255) & (((amax + UP) >> 23) == 255)
+    return tl.maximum(exponent - overflows.to(tl.int32) - EMAX, 0)
+
+
+@triton.jit
+def _elements(
+    y, seed, stream, counter, M: tl.constexpr, EMIN: tl.constexpr, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr
+):
+    """Non-negative scaled values on the element's grid."""
+    exponent = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, (EMIN + 127) << 23)
+    if STOCHASTIC:
+        v = y * ((254 + M - (exponent >> 23)) << 23).to(tl.float32, bitcast=True)
+        whole = v.to(tl.int32)
+        draw = hash_u32(seed, stream, counter)
+        down = ((1 << 24) - (draw >> 8).to(tl.int32)).to(tl.float32) * 5.9604644775390625e-08
+        whole += (v - whole.to(tl.float32) >= down).to(tl.int32)
+        q = whole.to(tl.float32) * (exponent - (M << 23)).to(tl.float32, bitcast=True)
+    else:
+        # c is 2^23 steps, so that y + c is rounded to whole steps.
+        c = (exponent + ((23 - M) << 23)).to(tl.float32, bitcast=True)
+        q = (y + c) - c
+    return tl.minimum(q, LARGEST)
+
+
+@triton.jit
+def _codes(q, negative, M: tl.constexpr, EMIN: tl.constexpr, BITS: tl.constexpr):
+    """uint8 codes of values on the grid."""
+    normal = (q.to(tl.int32, bitcast=True) >> (23 - M)) - ((EMIN + 126) << M)
+    LEAST: tl.constexpr = 2.0**EMIN
+    PER_STEP: tl.constexpr = 2.0 ** (M - EMIN)
+    code = tl.where(q >= LEAST, normal, (q * PER_STEP).to(tl.int32))
+    return (code | (negative.to(tl.int32) << (BITS - 1))).to(tl.uint8)
+
+
+@triton.jit(do_not_specialize=["seed", "stream"])
+def quantize_blocks(
+    x_ptr, y_ptr, codes_ptr, scales_ptr, error_ptr, gain, seed, stream, n_rows, length, inner, n_blocks,
+    M: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr, LARGEST: tl.constexpr,
+    LARGEST_MANTISSA: tl.constexpr, BITS: tl.constexpr, RULE: tl.constexpr, STOCHASTIC: tl.constexpr,
+    VALUES: tl.constexpr, CODES: tl.constexpr, PACK: tl.constexpr, GAIN: tl.constexpr, ERROR: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """VALUES writes dequantized values to y (with GAIN, x + gain * (Q(x) - x)), ERROR what was added to x; CODES
+    writes codes and scales, laid out as x, or with PACK two codes a byte, rows outer * inner, blocks last.
+    WHOLE: length is a multiple of 32 and n_rows of ROWS.
+    """
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = r % inner
+    n = (r // inner) % n_blocks
+    o = r // inner // n_blocks
+    j = tl.arange(0, _B)
+    at = ((o * length + n * _B) * inner + c)[:, None] + j[None, :] * inner
+    inside = (r < n_rows)[:, None] & ((n * _B)[:, None] + j[None, :] < length)
+    if WHOLE:
+        x = tl.load(x_ptr + at)
+    else:
+        x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    i = x.to(tl.int32, bitcast=True)
+    amax = tl.max(i & 0x7FFFFFFF, 1)
+    broken = amax >= 0x7F800000
+    byte = _scale_byte(tl.where(broken, 0, amax), M, EMAX, LARGEST_MANTISSA, RULE, STOCHASTIC)
+    inverse = ((254 - byte) << 23).to(tl.float32, bitcast=True)
+    # 2^-127 is subnormal.
+    scale = tl.maximum(byte << 23, 0x00400000).to(tl.float32, bitcast=True)
+    y = tl.where(broken[:, None], 0.0, tl.abs(x) * inverse[:, None])
+    q = _elements(
+        y, seed.to(tl.uint32, bitcast=True), stream.to(tl.uint32, bitcast=True), at.to(tl.uint32),
+        M, EMIN, LARGEST, STOCHASTIC,
+    )  # fmt: skip
+    if VALUES:
+        value = ((q * scale[:, None]).to(tl.int32, bitcast=True) | (i & -0x80000000)).to(tl.float32, bitcast=True)
+        value = tl.where(broken[:, None], _NAN, value)
+        error = value - x
+        if GAIN:
+            error = error * gain
+            value = x + error
+        if ERROR:
+            tl.store(error_ptr + at, error, mask=inside)
+        value = cast_to(value, y_ptr.dtype.element_ty)
+        if WHOLE:
+            tl.store(y_ptr + at, value)
+        else:
+            tl.store(y_ptr + at, value, mask=inside)
+    if CODES:
+        scales = tl.where(broken, _NAN_E8M0, byte).to(tl.uint8)
+        code = _codes(q, (i < 0) & (broken == 0)[:, None], M, EMIN, BITS)
+        if PACK:
+            row = o * inner + c
+            low, high = tl.split(tl.reshape(code, (ROWS, _B // 2, 2)))
+            pair = tl.arange(0, _B // 2)
+            at = (row * n_blocks + n)[:, None] * (_B // 2) + pair[None, :]
+            tl.store(codes_ptr + at, low | (high << 4), mask=(r < n_rows)[:, None])
+            tl.store(scales_ptr + row * n_blocks + n, scales, mask=r < n_rows)
+        else:
+            tl.store(codes_ptr + at, code, mask=inside)
+            tl.store(scales_ptr + r, scales, mask=r < n_rows)
+
+
+def quantize_mx(
+    x: torch.Tensor,
+    fmt: str = "mxfp4",
+    *,
+    axis: int = -1,
+    scale_rule: str = "floor",
+    rounding: str = "even",
+    seed: int = 0,
+    stream: int = 0,
+    return_codes: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`qkpipe.numerics.quantize_mx` for the MX formats at their own block of 32: the same arguments, results, bits."""
+    x = x.detach().contiguous()
+    values = torch.empty_like(x)
+    length = x.shape[axis]
+    scales_shape = list(x.shape)
+    scales_shape[axis] = -(-length // BLOCK)
+    codes = torch.empty(x.shape if return_codes else (0,), dtype=torch.uint8, device=x.device)
+    scales = torch.empty(scales_shape if return_codes else (0,), dtype=torch.uint8, device=x.device)
+    _launch(x, fmt, axis, scale_rule, rounding, seed, stream, values=values, codes=codes, scales=scales)
+    return (values, codes, scales) if return_codes else values
+
+
+def quantize_into_gradient(
+    gradient: torch.Tensor,
+    fmt: str = "mxfp4",
+    *,
+    gain: float = 1.0,
+    scale_rule: str = "floor",
+    rounding: str = "even",
+    seed: int = 0,
+    stream: int = 0,
+    error: torch.Tensor | None = None,
+) -> None:
+    """gradient += gain * (Q(gradient) - gradient), in place, blocks along its last axis; at gain 1, Q(gradient).
+
+    gradient: contiguous float32 or bfloat16. error: float32 of its shape, contiguous; takes the error before the
+    sum is rounded to gradient's dtype.
+    """
+    if not gradient.is_contiguous():
+        raise BadInput(f"gradient: strides {gradient.stride()}; allowed: contiguous (it is written in place)")
+    if error is not None and (
+        error.shape != gradient.shape or error.dtype != torch.float32 or not error.is_contiguous()
+    ):
+        raise BadInput(f"error: {tuple(error.shape)} {error.dtype}; allowed: contiguous float32 of gradient's shape")
+    _launch(gradient, fmt, -1, scale_rule, rounding, seed, stream, values=gradient, gain=gain, error=error)
+
+
+def pack_mxfp4(
+    x: torch.Tensor,
+    *,
+    axis: int = -1,
+    scale_rule: str = "floor",
+    rounding: str = "even",
+    seed: int = 0,
+    stream: int = 0,
+    multiple: int = 128,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix as a tensor core takes it: MXFP4 along `axis`, that axis last and padded with zeros to `multiple`.
+
+    x: (M, K) with axis -1, or (K, M) with axis 0, float32 or bfloat16. Returns codes, uint8 (M, K'/2), the even
+    element in the low half of a byte, and E8M0 scales, uint8 (M, K'/32).
+    """
+    if x.dim() != 2 or multiple % BLOCK:
+        raise BadInput(f"x: {x.dim()} dimensions, multiple = {multiple}; allowed: 2, and a multiple of {BLOCK}")
+    x = x.detach().contiguous()
+    rows, n_blocks = x.shape[1 - axis % 2], -(-x.shape[axis] // multiple) * (multiple // BLOCK)
+    codes = torch.empty(rows, n_blocks * BLOCK // 2, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(rows, n_blocks, dtype=torch.uint8, device=x.device)
+    _launch(x, "mxfp4", axis, scale_rule, rounding, seed, stream, codes=codes, scales=scales, pack=True)
+    return codes, scales
+
+
+def _launch(x, *arguments, **outputs) -> None:
+    if x.numel():
+        quantize_launch(x, *arguments, **outputs).run()
+
+
+def quantize_launch(
+    x, fmt, axis, scale_rule, rounding, seed, stream, *, values=None, codes=None, scales=None, gain=1.0, error=None,
+    pack=False,
+):  # fmt: skip
+    """The launch of `quantize_blocks` for a contiguous x; outputs that are None or empty are not written."""
+    for name, given, allowed in (
+        ("fmt", fmt, [f for f in FORMATS if f != "nvfp4"]),
+        ("scale_rule", scale_rule, SCALE_RULES),
+        ("rounding", rounding, ROUNDINGS),
+        ("x.dtype", x.dtype, (torch.float32, torch.bfloat16)),
+    ):
+        if given not in allowed:
+            raise BadInput(f"{name} = {given!r}; allowed: {', '.join(map(str, allowed))}")
+    if not -x.dim() <= axis < x.dim():
+        raise BadInput(f"axis = {axis}; x has {x.dim()} dimensions")
+    stream_keys(seed, stream)  # refuses what is out of range
+    element = FORMATS[fmt]
+    axis %= x.dim()
+    length, inner = x.shape[axis], x.shape[axis + 1 :].numel()
+    outer = x.numel() // (length * inner)
+    writes_codes = codes is not None and codes.numel() > 0
+    n_blocks = scales.shape[-1] if pack else -(-length // BLOCK)
+    n_rows = outer * n_blocks * inner
+    rows = 64
+    arguments = {
+        "x_ptr": x,
+        "y_ptr": x if values is None else values,
+        "codes_ptr": codes if writes_codes else x,
+        "scales_ptr": scales if writes_codes else x,
+        "error_ptr": x if error is None else error,
+        "gain": float(gain),
+        "seed": signed(seed),
+        "stream": signed(stream),
+        "n_rows": n_rows,
+        "length": length,
+        "inner": inner,
+        "n_blocks": n_blocks,
+        "M": element.mantissa,
+        "EMIN": element.emin,
+        "EMAX": element.emax,
+        "LARGEST": element.largest,
+        "LARGEST_MANTISSA": int((element.largest * 2.0**-element.emax - 1) * 2**23),
+        "BITS": element.bits,
+        "RULE": SCALE_RULES.index(scale_rule),
+        "STOCHASTIC": rounding == "stochastic",
+        "VALUES": values is not None,
+        "CODES": writes_codes,
+        "PACK": pack,
+        "GAIN": gain != 1.0,
+        "ERROR": error is not None,
+        "WHOLE": n_rows % rows == 0 and length == n_blocks * BLOCK,
+        "ROWS": rows,
+    }
+    return Launch(
+        quantize_blocks, (triton.cdiv(n_rows, rows),), arguments, {"num_warps": 4, "enable_fp_fusion": False}
+    )
