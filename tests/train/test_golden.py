@@ -1,8 +1,9 @@
 """One-step metrics of a tiny model, kept: a refactoring must reproduce them.
 
 The tolerance is for other machines: fp32 matrix products are summed in another order by another CPU or BLAS, which moves these
-numbers by about 1e-7 (seen between the SSE4, AVX2 and AVX-512 paths of one machine). With every quantity rounded to two mantissa bits such a difference can push a value across a rounding
-boundary, so the faulty arm's second step is compared within 1e-3, its first, of near-initial weights, within 1e-4.
+numbers by about 1e-7 (seen between the SSE4, AVX2 and AVX-512 paths of one machine). With every quantity rounded to two mantissa
+bits such a difference can push a value across a rounding boundary, so the faulty arm's second step is compared within 1e-3, its
+first, of near-initial weights, within 1e-4.
 """
 
 import json

@@ -188,7 +188,7 @@ def test_killed_by_the_operating_system(unbroken, paths):
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
     try:
         scratch = paths.scratch(run.run_id)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 400
         while not scratch.checkpoint.exists():
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
