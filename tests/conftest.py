@@ -28,12 +28,17 @@ def qkpipe(capsys):
     return call
 
 
-def run_snakemake(folder, *args, timeout=280):
-    """Run this repository's workflow with its results under ``folder``; returns the completed process."""
+def snakemake_command(folder, *args):
+    """This repository's workflow with its results under ``folder``."""
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--cores", "2"]
     profile = ["--workflow-profile", str(ROOT / "profiles" / "default")]
+    return [*command, *profile, "--directory", str(folder), *map(str, args)]
+
+
+def run_snakemake(folder, *args, timeout=400):
+    """Run it to its end; returns the completed process."""
     return subprocess.run(
-        [*command, *profile, "--directory", str(folder), *map(str, args)],
+        snakemake_command(folder, *args),
         capture_output=True,
         text=True,
         timeout=timeout,
