@@ -1,0 +1,81 @@
+"""Arms resolve by scale, ancestors and overrides; seeds have roles; targets name runs. (Mistakes: tests/test_cli.py.)"""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qkpipe.config import RunKey, load_study
+from qkpipe.errors import BadInput
+
+TINY = Path(__file__).parents[1] / "tiny"
+
+
+@pytest.fixture
+def study(tmp_path):
+    """The tiny study with further arms."""
+
+    def build(**arms):
+        known = yaml.safe_load((TINY / "arms.yaml").read_text())
+        (tmp_path / "arms.yaml").write_text(yaml.safe_dump(known | arms, sort_keys=False))
+        (tmp_path / "study.yaml").write_text((TINY / "study.yaml").read_text())
+        return load_study(tmp_path)
+
+    return build
+
+
+def test_an_arm_overrides_its_ancestor_which_overrides_the_scale(study):
+    arms = study(child={"extends": "faulty", "attention": {"tile": 4, "precision": {"io": 9}}})
+    scale, parent, child = (arms.resolve(name, 0).attention for name in ("fp32", "faulty", "child"))
+    assert (scale.tile, parent.tile, child.tile) == (8, 8, 4)
+    assert (parent.precision.uniform, child.precision.uniform) == (2, 2)
+    assert (parent.precision.io, child.precision.io) == (7, 9)
+
+
+def test_lists_replace_and_an_empty_one_removes(study):
+    arms = study(
+        other={"extends": "guard", "interventions": [{"kind": "guard", "threshold": 5}]},
+        none={"extends": "guard", "interventions": []},
+    )
+    assert [act.threshold for act in arms.resolve("other", 0).interventions] == [5]
+    assert arms.resolve("none", 0).interventions == []
+    assert arms.resolve("none", 0).config_hash == arms.resolve("faulty", 0).config_hash
+
+
+def test_words_are_the_arms_own(study):
+    arms = study(child={"extends": "faulty"})
+    run = arms.resolve("child", 0)
+    assert (run.twin, run.group) == (None, "study")
+
+
+def test_abstract_arms_are_never_run(study):
+    arms = study(base={"abstract": True, "attention": {"tile": 2}}, leaf={"extends": "base"})
+    assert "base" not in arms.runnable
+    assert arms.resolve("leaf", 0).attention.tile == 2
+    with pytest.raises(BadInput, match="unknown name 'base'"):
+        arms.resolve("base", 0)
+
+
+def test_a_target_is_arms_times_seeds_and_seeds_can_be_replaced():
+    tiny = load_study(TINY)
+    assert tiny.requested("core")[:3] == [RunKey("fp32", 0), RunKey("fp32", 1), RunKey("faulty", 0)]
+    assert {run.seed for run in tiny.requested("core", [7, 7, 8])} == {7, 8}
+    assert len(tiny.requested("all")) == 4 * 3
+
+
+def test_a_role_holds_only_for_its_arms():
+    real = load_study()
+    healthy = next(iter(real.config.roles["calibration"].arms))
+    seed = real.config.roles["calibration"].seeds[0]
+    assert real.role(healthy, seed) == "calibration"
+    assert real.role("faulty", seed) == "extra"
+    assert real.role("faulty", 0) == "tuning"
+    assert real.role("faulty", 99_999) == "extra"
+
+
+def test_the_real_study_resolves_and_twins_differ_from_their_arms():
+    real = load_study()
+    for name in real.runnable:
+        run = real.resolve(name, 0)
+        if run.twin is not None:
+            assert real.resolve(run.twin, 0).config_hash != run.config_hash, name

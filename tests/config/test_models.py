@@ -1,0 +1,80 @@
+"""What a run's identity covers and what it leaves out; precisions and labels."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from qkpipe.config import load_study
+from qkpipe.config.models import AttentionConfig, PrecisionConfig, RepairConfig
+from qkpipe.numerics.precision import StreamPrecision
+
+TINY = load_study(Path(__file__).parents[1] / "tiny")
+
+
+def changed(run, **sections):
+    body = run.model_dump()
+    for section, values in sections.items():
+        body[section] = {**body[section], **values} if isinstance(values, dict) else values
+    return type(run).model_validate(body)
+
+
+def test_names_prose_and_checkpoints_are_no_part_of_the_identity():
+    run = TINY.resolve("faulty", 0)
+    for change in (
+        {"arm": "other"},
+        {"seed": 1},
+        {"description": "words"},
+        {"group": "g"},
+        {"twin": None},
+        {"train": {"checkpoint_every": 7}},
+    ):
+        assert changed(run, **change).config_hash == run.config_hash, change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train": {"steps": 21}},
+        {"train": {"threads": 2}},
+        {"optimizer": {"lr": 0.02}},
+        {"model": {"d_model": 32}},
+        {"attention": {"tile": 4}},
+        {"corpus": {"sha256": "0" * 64}},
+        {"train_version": 10_000},
+        {"interventions": [{"kind": "guard", "threshold": 9}]},
+    ],
+)
+def test_whatever_changes_the_bits_changes_the_hash(change):
+    run = TINY.resolve("faulty", 0)
+    assert changed(run, **change).config_hash != run.config_hash
+
+
+def test_run_ids_tell_arms_and_seeds_apart():
+    ids = {TINY.resolve(arm, seed).run_id for arm in TINY.runnable for seed in range(3)}
+    assert len(ids) == 3 * len(TINY.runnable)
+
+
+def test_precisions_resolve_to_the_numerics_own():
+    assert PrecisionConfig(uniform=2, io=7).resolve() == StreamPrecision.uniform(2, io=7)
+    assert PrecisionConfig(carries=3, io=7).resolve() == StreamPrecision.carries(3, io=7)
+    assert PrecisionConfig().resolve() == StreamPrecision()
+    mixed = PrecisionConfig(uniform=2, io=7, only={"l": 23}).resolve()
+    assert (mixed.l.bits, mixed.acc.bits) == (23, 2)
+    with pytest.raises(ValidationError, match="not both"):
+        PrecisionConfig(uniform=2, carries=2)
+
+
+def test_clean_attention_keeps_the_structure_and_drops_the_fault():
+    faulty = AttentionConfig(
+        kind="streaming", tile=4, precision=PrecisionConfig(uniform=2), repair=RepairConfig(delta="p")
+    )
+    assert faulty.clean() == AttentionConfig(kind="streaming", tile=4)
+
+
+def test_labels_say_what_a_run_is():
+    labels = {arm: TINY.resolve(arm, 0).labels() for arm in TINY.runnable}
+    assert labels["fp32"]["source"] == "none"
+    assert labels["faulty"]["source"] == "streaming-uniform(2)"
+    assert labels["guard"]["intervention"] == "guard(0.01)"
+    assert labels["probe_on"]["probe"] != "none"
