@@ -79,7 +79,7 @@ def describe(run: CompletedRun, curves: pd.DataFrame) -> dict[str, Any]:
         "peak_logit": peak_finite(curves["max_logit"]),
         "tokens": record["tokens"],
         "epochs": record["epochs"],
-        "wall_s": peak_finite(timing["wall_s"]),
+        "wall_s": float(timing["wall_s"].sum()),
         "device": record["device"],
         "config_hash": record["config_hash"],
         "data_hash": record["data_hash"],

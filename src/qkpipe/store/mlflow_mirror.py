@@ -208,5 +208,6 @@ def _ended_ms(done: CompletedRun) -> int:
 
 
 def _wall_ms(done: CompletedRun) -> int:
-    walls = read_table(done.paths.table("timing"), ["wall_s"])["wall_s"].drop_null().to_pylist()
-    return int(1000 * max(walls, default=0.0))
+    return int(
+        1000 * sum(read_table(done.paths.table("timing"), ["wall_s"])["wall_s"].drop_null().to_pylist())
+    )
