@@ -12,7 +12,9 @@ from qkpipe.numerics import streaming
 from qkpipe.numerics.precision import MODES, QUANTITIES, Rounding, StreamPrecision, StreamRepair
 
 pytest.importorskip("numba")
-compiled = streaming._path(torch.empty(0))
+from qkpipe.numerics import streaming_compiled  # noqa: E402
+
+compiled = streaming.Path(streaming_compiled.forward, streaming_compiled.backward)
 
 roundings = st.builds(Rounding, st.sampled_from([1, 2, 4, 7, 10, 22, 23, 23]), st.sampled_from(MODES))
 precisions = st.one_of(
@@ -108,8 +110,13 @@ def test_bits_at_the_micro_shape(mode):
     assert differing(run(streaming.REFERENCE, q, k, v, do, call), run(compiled, q, k, v, do, call)) == []
 
 
-def test_public_call_takes_the_compiled_path_on_a_cpu():
-    assert compiled.forward.__module__ == "qkpipe.numerics.streaming_compiled"
+def test_public_call_takes_the_compiled_path_on_a_cpu(monkeypatch):
+    called = []
+    monkeypatch.setattr(
+        streaming_compiled, "forward", lambda q, *rest: called.append(1) or compiled.forward(q, *rest)
+    )
+    streaming.streaming_attention(*torch.randn(3, 1, 1, 5, 4))
+    assert called == [1]
 
 
 @pytest.mark.slow

@@ -29,6 +29,8 @@ from qkpipe.numerics.exp_log import exp_nb, log_nb
 from qkpipe.numerics.float64_matmul import COLUMNS, matmul
 from qkpipe.numerics.lane_kernels import (
     LANES as _LANES,
+)
+from qkpipe.numerics.lane_kernels import (
     dot_over_keys,
     max_over_keys,
     subtract_row,
@@ -525,7 +527,12 @@ def _backward_kernel(
     wide_p, wide_ds = np.empty(Tk * LANES), np.empty(Tk * LANES)
     rows_LD = np.zeros((4, LANES, D), F32)
     q_LD, do_LD, o_LD, dq_LD = rows_LD[0], rows_LD[1], rows_LD[2], rows_LD[3]
-    q_rows, do_rows, o_rows, dq_rows = q_LD.reshape(-1), do_LD.reshape(-1), o_LD.reshape(-1), dq_LD.reshape(-1)
+    q_rows, do_rows, o_rows, dq_rows = (
+        q_LD.reshape(-1),
+        do_LD.reshape(-1),
+        o_LD.reshape(-1),
+        dq_LD.reshape(-1),
+    )
     wide_rows = np.zeros((3, LANES, padded))
     wide_q_LD, wide_do_LD, wide_dq_LD = wide_rows[0], wide_rows[1], wide_rows[2]
     wide_DL = np.empty((D, LANES))
