@@ -12,7 +12,7 @@ from qkpipe.numerics import streaming
 from qkpipe.numerics.precision import MODES, QUANTITIES, Rounding, StreamPrecision, StreamRepair
 
 pytest.importorskip("numba")
-from qkpipe.numerics import streaming_compiled  # noqa: E402
+from qkpipe.numerics import streaming_compiled
 
 compiled = streaming.Path(streaming_compiled.forward, streaming_compiled.backward)
 
