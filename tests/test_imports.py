@@ -103,7 +103,9 @@ def loaded_by(statement, blocked=()):
 
 def test_config_and_the_command_line_load_nothing_heavy():
     assert not loaded_by("import qkpipe.config, qkpipe.store.progress, qkpipe.train.supersede") & HEAVY
-    assert not loaded_by("from qkpipe.cli import _parser; _parser([])") & (HEAVY | {"pydantic", "pyarrow", "yaml"})
+    assert not loaded_by("from qkpipe.cli import _parser; _parser([])") & (
+        HEAVY | {"pydantic", "pyarrow", "yaml"}
+    )
 
 
 def test_training_needs_none_of_the_study_packages():
