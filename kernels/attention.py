@@ -15,10 +15,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-from torch.autograd.function import once_differentiable
-
-from qkpipe.errors import BadInput
-from qkpipe.numerics.precision import ROUNDING_POINTS, Rounding, StreamPrecision, StreamRepair
 from qkpipe_kernels.attention_backward import (
     attention_backward_dkdv,
     attention_backward_dq,
@@ -29,6 +25,10 @@ from qkpipe_kernels.attention_forward import attention_forward
 from qkpipe_kernels.launch import Launch
 from qkpipe_kernels.prepare import inverse_rms, norm_backward_, round_rows
 from qkpipe_kernels.rounding import bf16_parts, rounding_code, signed
+from torch.autograd.function import once_differentiable
+
+from qkpipe.errors import BadInput
+from qkpipe.numerics.precision import ROUNDING_POINTS, Rounding, StreamPrecision, StreamRepair
 
 HEAD_DIMS = (16, 32, 64, 128)
 OPERANDS = ("exact", "bf16")
@@ -72,7 +72,9 @@ class Options:
         """No rounding between the products: the arithmetic of a stock kernel."""
         exact = all(getattr(self.precision, name).bits == 23 for name in _FORWARD)
         deterministic = self.precision.p_operand.mode != "stochastic"
-        return exact and deterministic and self.scale > 0 and not self.shared_exp and not self.repair.compensated
+        return (
+            exact and deterministic and self.scale > 0 and not self.shared_exp and not self.repair.compensated
+        )
 
     @property
     def fast_backward(self) -> bool:
@@ -96,23 +98,30 @@ class Tiling(NamedTuple):
 def forward_tiling(D: int, fast: bool, tile: int, wide: bool) -> Tiling:
     """wide: the inputs are fp32, which tensor cores do not multiply exactly."""
     if wide:
-        return Tiling(32, min(32, _block_of(tile, D)), 4, 1)
+        return Tiling(32, math.gcd(tile, 32), 8 if D == 128 else 4, 1)
     if fast:
         return Tiling(128, 64, 8 if D == 128 else 4, 3)
-    return Tiling(64, _block_of(tile, D), 4, 2)
+    return Tiling(64, math.gcd(tile, 64 if D == 128 else 128), 8 if D == 128 else 4, 2)
 
 
-def dq_tiling(D: int, wide: bool) -> Tiling:
+def dq_tiling(D: int, wide: bool, split: bool) -> Tiling:
+    """split: an operand is multiplied as a sum of bfloat16 numbers, which takes registers."""
     if wide:
-        return Tiling(32, 32, 4, 1)
-    return Tiling(128, 32 if D == 128 else 64, 8, 2 if D == 128 else 3)
+        return Tiling(16, 16, 4, 1) if D == 128 else Tiling(32, 32, 4, 1)
+    if D < 128:
+        return Tiling(128, 64, 8, 3)
+    return Tiling(64 if split else 128, 32, 8, 2)
 
 
-def dkdv_tiling(D: int, wide: bool, capability: int) -> Tiling:
-    """capability: 80 for compute capability 8.0; before 9.0 the accumulators of 64 rows spill."""
+def dkdv_tiling(D: int, wide: bool, split: bool, capability: int) -> Tiling:
+    """capability: 80 for compute capability 8.0; before 9.0 the accumulators beside 64 rows spill."""
     if wide:
-        return Tiling(32, 32, 4, 1)
-    return Tiling(64 if D < 128 and capability >= 90 else 32, 128, 8, 2)
+        return Tiling(16, 16, 4, 1) if D == 128 else Tiling(32, 32, 4, 1)
+    if D < 128:
+        return Tiling(64 if capability >= 90 and not split else 32, 128, 8, 2)
+    if split:
+        return Tiling(16, 32, 8, 2)
+    return Tiling(32, 128 if capability >= 90 else 64, 8, 2)
 
 
 @functools.cache
@@ -121,11 +130,6 @@ def _capability(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def _block_of(tile: int, D: int) -> int:
-    """The largest block of keys that divides a tile."""
-    return math.gcd(tile, 64 if D == 128 else 128)
 
 
 def effective_tile(tile: int, Tk: int) -> int:
@@ -206,7 +210,9 @@ def _check(q, k, v, options: Options, norm_switch) -> None:
         if x.dim() != 4 or 0 in x.shape:
             raise BadInput(f"{name}: shape {tuple(x.shape)}; allowed: (B, H, T, D), none of them 0")
         if x.dtype not in (torch.float32, torch.bfloat16) or x.dtype != q.dtype:
-            raise BadInput(f"{name}: dtype {x.dtype}; allowed: torch.float32 or torch.bfloat16, one for q, k and v")
+            raise BadInput(
+                f"{name}: dtype {x.dtype}; allowed: torch.float32 or torch.bfloat16, one for q, k and v"
+            )
         if x.stride(3) != 1:
             raise BadInput(f"{name}: strides {x.stride()}; allowed: a contiguous last axis")
     if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or q.shape[1] % k.shape[1]:
@@ -217,7 +223,9 @@ def _check(q, k, v, options: Options, norm_switch) -> None:
     if options.causal and q.shape[2] != k.shape[2]:
         raise BadInput(f"k: {k.shape[2]} keys for {q.shape[2]} queries; allowed: equal numbers where causal")
     if q.dtype == torch.bfloat16 and options.precision.io.bits > 7:
-        raise BadInput(f"precision: io = {options.precision.io.bits} bits of bfloat16 tensors; allowed: 1 to 7")
+        raise BadInput(
+            f"precision: io = {options.precision.io.bits} bits of bfloat16 tensors; allowed: 1 to 7"
+        )
     if options.operands not in OPERANDS:
         raise BadInput(f"operands = {options.operands!r}; allowed: {', '.join(OPERANDS)}")
     if norm_switch is not None and (norm_switch.numel() != 1 or norm_switch.dtype != torch.int32):
@@ -352,7 +360,7 @@ def forward_launch(inputs: Inputs, options: Options, dtype: torch.dtype) -> Laun
     fast = options.fast_forward
     tile = effective_tile(options.tile, Tk)
     tiling = forward_tiling(D, fast, tile, wide=q.dtype == torch.float32)
-    keys = tiling.keys if fast else math.gcd(tiling.keys, tile)
+    keys = tiling.keys
     out = torch.empty_like(q, dtype=dtype)
     lse = torch.empty(B, H, Tq, device=q.device)
     keep_o = options.repair.delta == "o_fp32"
@@ -424,7 +432,7 @@ def backward_launches(
             Launch(attention_delta, (triton.cdiv(Tq, 64), B * H), arguments, {"enable_fp_fusion": False})
         )
     if from_p:
-        tiling = dq_tiling(D, wide)
+        tiling = dq_tiling(D, wide, split=False)
         arguments = {
             **tensors,
             **sizes,
@@ -440,6 +448,7 @@ def backward_launches(
         launches.append(Launch(attention_delta_from_p, grid, arguments, _compile_options(tiling, False)))
 
     ds_operand, p_operand = options.operand(precision.ds), options.operand(precision.bwd_p)
+    split = max(_parts(ds_operand), _parts(p_operand)) > 1
     shared = {
         **tensors,
         **sizes,
@@ -453,7 +462,7 @@ def backward_launches(
         "NORM": norm,
     }
 
-    tiling = dq_tiling(D, wide)
+    tiling = dq_tiling(D, wide, split)
     dq = torch.empty_like(q, dtype=dtype)
     arguments = {
         **shared,
@@ -470,7 +479,7 @@ def backward_launches(
     grid = (triton.cdiv(Tq, tiling.rows), B * H)
     launches.append(Launch(attention_backward_dq, grid, arguments, _compile_options(tiling, fast)))
 
-    tiling = dkdv_tiling(D, wide, _capability(q.device) if capability is None else capability)
+    tiling = dkdv_tiling(D, wide, split, _capability(q.device) if capability is None else capability)
     dk, dv = torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
     arguments = {
         **shared,

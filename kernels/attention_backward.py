@@ -9,10 +9,10 @@ matrix products (bfloat16 in a stock kernel), after everything else has used the
 
 import triton
 import triton.language as tl
-
-from qkpipe.numerics.precision import ROUNDING_POINTS
 from qkpipe_kernels.attention_forward import LOG2_E, is_seen, load_columns, load_rows
 from qkpipe_kernels.rounding import exponential, matmul, round_to
+
+from qkpipe.numerics.precision import ROUNDING_POINTS
 
 _POINTS = list(ROUNDING_POINTS)
 OUT_DQ = tl.constexpr(_POINTS.index("out_dq"))

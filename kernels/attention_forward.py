@@ -16,9 +16,9 @@ differs from the reference's, which sums in float64.
 
 import triton
 import triton.language as tl
+from qkpipe_kernels.rounding import exponential, log_f32, matmul, round_to
 
 from qkpipe.numerics.precision import ROUNDING_POINTS
-from qkpipe_kernels.rounding import exponential, log_f32, matmul, round_to
 
 _POINTS = list(ROUNDING_POINTS)
 OUT = tl.constexpr(_POINTS.index("out"))
@@ -157,7 +157,9 @@ def _tile(
 
     if SUBTILES == 1:
         k = load_columns(k_base, k_stride, start + block, Tk, D, EVEN)
-        s, raw = _scores(q, k, scale, seed, row_number, rows, start + block, Tk, QK, S, IO_PARTS, CAUSAL, MASKED)
+        s, raw = _scores(
+            q, k, scale, seed, row_number, rows, start + block, Tk, QK, S, IO_PARTS, CAUSAL, MASKED
+        )
         tile_top = tl.max(s, 1)
         top, z, w = _running_raw(raw, top, z, w, SENSE, RAW, SHARED_EXP)
     else:
@@ -178,7 +180,9 @@ def _tile(
         p = _exponentials(s, m_new, seed, t, row_number, start + block, block, width, rows, Tk,
                           S_MINUS_M, P, CAUSAL, SHARED_EXP, MASKED)  # fmt: skip
         b = tl.sum(p, 1)
-        operand = round_to(p, P_OPERAND, seed, P_OPERAND_POINT, t, row_number[:, None] * width + block[None, :])
+        operand = round_to(
+            p, P_OPERAND, seed, P_OPERAND_POINT, t, row_number[:, None] * width + block[None, :]
+        )
         pv = matmul(operand, v, P_PARTS, IO_PARTS)
     else:
         b = tl.zeros_like(m)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from qkpipe_kernels.launch import Launch
+from qkpipe_kernels.rounding import cast_to, hash_u32, signed
 
 from qkpipe.errors import BadInput
 from qkpipe.numerics.counter_rng import stream_keys
 from qkpipe.numerics.mx import FORMATS, ROUNDINGS, SCALE_RULES
-from qkpipe_kernels.launch import Launch
-from qkpipe_kernels.rounding import cast_to, hash_u32, signed
 
 BLOCK = 32
 _B = tl.constexpr(BLOCK)
@@ -43,7 +43,14 @@ def _scale_byte(
 
 @triton.jit
 def _elements(
-    y, seed, stream, counter, M: tl.constexpr, EMIN: tl.constexpr, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr
+    y,
+    seed,
+    stream,
+    counter,
+    M: tl.constexpr,
+    EMIN: tl.constexpr,
+    LARGEST: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
 ):
     """Non-negative scaled values on the element's grid."""
     exponent = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, (EMIN + 127) << 23)
@@ -108,7 +115,9 @@ def quantize_blocks(
         M, EMIN, LARGEST, STOCHASTIC,
     )  # fmt: skip
     if VALUES:
-        value = ((q * scale[:, None]).to(tl.int32, bitcast=True) | (i & -0x80000000)).to(tl.float32, bitcast=True)
+        value = ((q * scale[:, None]).to(tl.int32, bitcast=True) | (i & -0x80000000)).to(
+            tl.float32, bitcast=True
+        )
         value = tl.where(broken[:, None], _NAN, value)
         error = value - x
         if GAIN:
@@ -148,6 +157,7 @@ def quantize_mx(
     return_codes: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`qkpipe.numerics.quantize_mx` for the MX formats at their own block of 32: the same arguments, results, bits."""
+    _check(x, fmt, axis, scale_rule, rounding)
     x = x.detach().contiguous()
     values = torch.empty_like(x)
     length = x.shape[axis]
@@ -177,10 +187,13 @@ def quantize_into_gradient(
     """
     if not gradient.is_contiguous():
         raise BadInput(f"gradient: strides {gradient.stride()}; allowed: contiguous (it is written in place)")
+    _check(gradient, fmt, -1, scale_rule, rounding)
     if error is not None and (
         error.shape != gradient.shape or error.dtype != torch.float32 or not error.is_contiguous()
     ):
-        raise BadInput(f"error: {tuple(error.shape)} {error.dtype}; allowed: contiguous float32 of gradient's shape")
+        raise BadInput(
+            f"error: {tuple(error.shape)} {error.dtype}; allowed: contiguous float32 of gradient's shape"
+        )
     _launch(gradient, fmt, -1, scale_rule, rounding, seed, stream, values=gradient, gain=gain, error=error)
 
 
@@ -200,13 +213,29 @@ def pack_mxfp4(
     element in the low half of a byte, and E8M0 scales, uint8 (M, K'/32).
     """
     if x.dim() != 2 or multiple % BLOCK:
-        raise BadInput(f"x: {x.dim()} dimensions, multiple = {multiple}; allowed: 2, and a multiple of {BLOCK}")
+        raise BadInput(
+            f"x: {x.dim()} dimensions, multiple = {multiple}; allowed: 2, and a multiple of {BLOCK}"
+        )
+    _check(x, "mxfp4", axis, scale_rule, rounding)
     x = x.detach().contiguous()
     rows, n_blocks = x.shape[1 - axis % 2], -(-x.shape[axis] // multiple) * (multiple // BLOCK)
     codes = torch.empty(rows, n_blocks * BLOCK // 2, dtype=torch.uint8, device=x.device)
     scales = torch.empty(rows, n_blocks, dtype=torch.uint8, device=x.device)
     _launch(x, "mxfp4", axis, scale_rule, rounding, seed, stream, codes=codes, scales=scales, pack=True)
     return codes, scales
+
+
+def _check(x, fmt, axis, scale_rule, rounding) -> None:
+    for name, given, allowed in (
+        ("fmt", fmt, [f for f in FORMATS if f != "nvfp4"]),
+        ("scale_rule", scale_rule, SCALE_RULES),
+        ("rounding", rounding, ROUNDINGS),
+        ("x.dtype", x.dtype, (torch.float32, torch.bfloat16)),
+    ):
+        if given not in allowed:
+            raise BadInput(f"{name} = {given!r}; allowed: {', '.join(map(str, allowed))}")
+    if not -x.dim() <= axis < x.dim():
+        raise BadInput(f"axis = {axis}; x has {x.dim()} dimensions")
 
 
 def _launch(x, *arguments, **outputs) -> None:
@@ -219,16 +248,6 @@ def quantize_launch(
     pack=False,
 ):  # fmt: skip
     """The launch of `quantize_blocks` for a contiguous x; outputs that are None or empty are not written."""
-    for name, given, allowed in (
-        ("fmt", fmt, [f for f in FORMATS if f != "nvfp4"]),
-        ("scale_rule", scale_rule, SCALE_RULES),
-        ("rounding", rounding, ROUNDINGS),
-        ("x.dtype", x.dtype, (torch.float32, torch.bfloat16)),
-    ):
-        if given not in allowed:
-            raise BadInput(f"{name} = {given!r}; allowed: {', '.join(map(str, allowed))}")
-    if not -x.dim() <= axis < x.dim():
-        raise BadInput(f"axis = {axis}; x has {x.dim()} dimensions")
     stream_keys(seed, stream)  # refuses what is out of range
     element = FORMATS[fmt]
     axis %= x.dim()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-
-from qkpipe.errors import BadInput
 from qkpipe_kernels.launch import Launch
 from qkpipe_kernels.mx import BLOCK, pack_mxfp4
 from qkpipe_kernels.rounding import HARDWARE_BF16
+
+from qkpipe.errors import BadInput
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K = 128, 128, 128
 
@@ -25,7 +25,9 @@ def _decode(codes, scales, ROWS: tl.constexpr, K: tl.constexpr):
     magnitude = code & 7
     exponent = magnitude >> 1
     value = tl.where(
-        exponent == 0, (magnitude & 1) * 0.5, (1.0 + (magnitude & 1) * 0.5) * ((1 << exponent) >> 1).to(tl.float32)
+        exponent == 0,
+        (magnitude & 1) * 0.5,
+        (1.0 + (magnitude & 1) * 0.5) * ((1 << exponent) >> 1).to(tl.float32),
     )
     value = tl.where((code & 8) != 0, -value, value)
     byte = scales.to(tl.int32)
@@ -59,7 +61,9 @@ def mxfp4_matmul(
             acc = tl.dot_scaled(a, a_scale, "e2m1", b, b_scale, "e2m1", acc)
         else:  # the interpreter has no scaled product
             a_32 = _decode(a, a_scale, BLOCK_M, BLOCK_K)
-            acc += tl.dot(a_32, tl.trans(_decode(tl.trans(b), b_scale, BLOCK_N, BLOCK_K)), input_precision="ieee")
+            acc += tl.dot(
+                a_32, tl.trans(_decode(tl.trans(b), b_scale, BLOCK_N, BLOCK_K)), input_precision="ieee"
+            )
         a_at += BLOCK_K // 2
         b_at += BLOCK_K // 2
         a_scale_at += BLOCK_K // 32
@@ -76,7 +80,9 @@ def mxfp4_gemm(
         if codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
             raise BadInput(f"{name}: dtypes {codes.dtype}, {scales.dtype}; allowed: torch.uint8")
         if scales.shape != (codes.shape[0], codes.shape[1] * 2 // BLOCK) or codes.shape[1] * 2 % _BLOCK_K:
-            raise BadInput(f"{name}: {tuple(codes.shape)}, {tuple(scales.shape)}; allowed: (M, K/2), (M, K/32)")
+            raise BadInput(
+                f"{name}: {tuple(codes.shape)}, {tuple(scales.shape)}; allowed: (M, K/2), (M, K/32)"
+            )
     if a.shape[1] != b.shape[1]:
         raise BadInput(f"a, b: {a.shape[1] * 2} and {b.shape[1] * 2} columns; allowed: equal numbers")
     launch = gemm_launch(a, a_scale, b, b_scale)

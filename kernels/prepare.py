@@ -7,9 +7,9 @@ on without the host knowing: while the switch is 0 its kernels read nothing but 
 import torch
 import triton
 import triton.language as tl
+from qkpipe_kernels.rounding import cast_to, round_to, rounding_code
 
 from qkpipe.numerics.precision import Rounding
-from qkpipe_kernels.rounding import cast_to, round_to, rounding_code
 
 _ROWS = 64
 _EPS = tl.constexpr(1.1754943508222875e-38)
@@ -50,7 +50,20 @@ def prepare_rows(
 
 @triton.jit
 def norm_backward(
-    x_ptr, g_ptr, inverse_ptr, switch_ptr, H, T, x_b, x_h, x_t, g_b, g_h, g_t, D: tl.constexpr, ROWS: tl.constexpr
+    x_ptr,
+    g_ptr,
+    inverse_ptr,
+    switch_ptr,
+    H,
+    T,
+    x_b,
+    x_h,
+    x_t,
+    g_b,
+    g_h,
+    g_t,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """g, the gradient for y = x / rms(x), becomes that for x, in place, where the switch is on."""
     if tl.load(switch_ptr) != 0:

@@ -158,9 +158,7 @@ def matmul(a, b, A_PARTS: tl.constexpr, B_PARTS: tl.constexpr):
     (24). A wide a beside a narrow b is split, so that every product is exact on tensor cores; a wide b takes
     fp32 arithmetic.
     """
-    if not HARDWARE_BF16:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    elif B_PARTS > 1:
+    if not HARDWARE_BF16 or B_PARTS > 1:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     elif A_PARTS > 1:
         b = b.to(tl.bfloat16)

@@ -16,7 +16,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448}  # bytes a block may ask for (CUDA programming guide, 16.2)
+SHARED_LIMIT = {
+    80: 166912,
+    90: 232448,
+    100: 232448,
+}  # bytes a block may ask for (CUDA programming guide, 16.2)
 TENSOR_CORE = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 _TYPES = {
     torch.float32: "*fp32",
@@ -58,7 +62,9 @@ def compile_for(launch, capability: int) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin.name], capture_output=True, text=True, check=True)
+        usage = subprocess.run(
+            [CUOBJDUMP, "-res-usage", cubin.name], capture_output=True, text=True, check=True
+        )
     numbers = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage.stdout))
     return {
         "kernel": launch.kernel.__name__,

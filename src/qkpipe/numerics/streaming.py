@@ -144,7 +144,7 @@ def streaming_attention(
 
     On a CPU, where numba is installed, a compiled path gives the bits of the reference. Non-finite inputs
     propagate to what depends on them, and to nothing else. The arithmetic is listed in the module's
-    docstring.
+    docstring. On a GPU, kernels sum in fp32 and in another order (`qkpipe.numerics.dispatch`).
     """
     scale = _check_inputs(q, k, v, causal, scale)
     if isinstance(tile, bool) or not isinstance(tile, int) or tile < 1:
@@ -252,6 +252,10 @@ class Path(NamedTuple):
 
 
 def _path(q: torch.Tensor) -> Path:
+    if q.device.type == "cuda":
+        from qkpipe.numerics import dispatch
+
+        return Path(dispatch.forward, dispatch.backward)
     if HAVE_NUMBA and q.device.type == "cpu":
         from qkpipe.numerics import streaming_compiled
 
