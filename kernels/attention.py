@@ -8,9 +8,8 @@ healthy setting) the kernels are a flash attention on bfloat16 tensor cores.
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from qkpipe_kernels.attention_backward import (
     attention_delta_from_p,
 )
 from qkpipe_kernels.attention_forward import attention_forward
-from qkpipe_kernels.launch import Launch
+from qkpipe_kernels.launch import Launch, capability_of
 from qkpipe_kernels.prepare import inverse_rms, norm_backward_, round_rows
 from qkpipe_kernels.rounding import bf16_parts, rounding_code, signed
 from torch.autograd.function import once_differentiable
@@ -58,8 +57,8 @@ class Options:
     causal: bool = True
     scale: float | None = None
     tile: int = 64
-    precision: StreamPrecision = StreamPrecision(io=7)
-    repair: StreamRepair = StreamRepair()
+    precision: StreamPrecision = field(default_factory=lambda: StreamPrecision(io=7))
+    repair: StreamRepair = field(default_factory=StreamRepair)
     seed: int = 0
     operands: str = "exact"
     shared_exp: bool = False
@@ -122,14 +121,6 @@ def dkdv_tiling(D: int, wide: bool, split: bool, capability: int) -> Tiling:
     if split:
         return Tiling(16, 32, 8, 2)
     return Tiling(32, 128 if capability >= 90 else 64, 8, 2)
-
-
-@functools.cache
-def _capability(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def effective_tile(tile: int, Tk: int) -> int:
@@ -238,6 +229,8 @@ def _check(q, k, v, options: Options, norm_switch) -> None:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, options, norm_switch, statistics):
+        if norm_switch is not None:
+            norm_switch = norm_switch.clone()  # a guard may turn it before the backward
         inputs = prepare(q, k, v, options, norm_switch)
         out, o_delta, lse = forward(inputs, options, q.dtype, statistics)
         ctx.save_for_backward(q, k, o_delta, lse, norm_switch, *inputs)
@@ -322,7 +315,7 @@ def backward(inputs: Inputs, o_delta, lse, do, options: Options, dtype: torch.dt
 
 
 def _sizes(inputs: Inputs, options: Options) -> dict:
-    B, H, Tq, D = inputs.q.shape
+    _, H, Tq, D = inputs.q.shape
     return {
         "scale": options.scale,
         "seed": signed(options.seed),
@@ -479,7 +472,7 @@ def backward_launches(
     grid = (triton.cdiv(Tq, tiling.rows), B * H)
     launches.append(Launch(attention_backward_dq, grid, arguments, _compile_options(tiling, fast)))
 
-    tiling = dkdv_tiling(D, wide, split, _capability(q.device) if capability is None else capability)
+    tiling = dkdv_tiling(D, wide, split, capability_of(q.device) if capability is None else capability)
     dk, dv = torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
     arguments = {
         **shared,

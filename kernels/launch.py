@@ -1,6 +1,9 @@
 """A kernel launch as data: run it, or compile it for a GPU that is not there."""
 
+import functools
 from typing import Any, NamedTuple
+
+import torch
 
 
 class Launch(NamedTuple):
@@ -13,3 +16,12 @@ class Launch(NamedTuple):
 
     def run(self) -> None:
         self.kernel[self.grid](**self.arguments, **self.options)
+
+
+@functools.cache
+def capability_of(device: torch.device) -> int:
+    """90 for compute capability 9.0, and for a CPU, where the interpreter does not care."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

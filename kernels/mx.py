@@ -97,11 +97,7 @@ def quantize_blocks(
     j = tl.arange(0, _B)
     at = ((o * length + n * _B) * inner + c)[:, None] + j[None, :] * inner
     inside = (r < n_rows)[:, None] & ((n * _B)[:, None] + j[None, :] < length)
-    if WHOLE:
-        x = tl.load(x_ptr + at)
-    else:
-        x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    x = x.to(tl.float32)
+    x = (tl.load(x_ptr + at) if WHOLE else tl.load(x_ptr + at, mask=inside, other=0.0)).to(tl.float32)
     i = x.to(tl.int32, bitcast=True)
     amax = tl.max(i & 0x7FFFFFFF, 1)
     broken = amax >= 0x7F800000

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from qkpipe_kernels.launch import Launch
+from qkpipe_kernels.launch import Launch, capability_of
 from qkpipe_kernels.mx import BLOCK, pack_mxfp4
 from qkpipe_kernels.rounding import HARDWARE_BF16
 
 from qkpipe.errors import BadInput
 
-_BLOCK_M, _BLOCK_N, _BLOCK_K = 128, 128, 128
+_BLOCK_K = 128
 
 
 @triton.jit
@@ -90,8 +90,10 @@ def mxfp4_gemm(
     return launch.arguments["c_ptr"]
 
 
-def gemm_launch(a, a_scale, b, b_scale) -> Launch:
+def gemm_launch(a, a_scale, b, b_scale, capability: int | None = None) -> Launch:
+    """capability: of a's device by default; before 10.0 operands are decoded in registers, so blocks are smaller."""
     M, N, K = a.shape[0], b.shape[0], a.shape[1] * 2
+    rows, columns = (128, 128) if (capability or capability_of(a.device)) >= 100 else (64, 64)
     arguments = {
         "a_ptr": a.contiguous(),
         "a_scale_ptr": a_scale.contiguous(),
@@ -101,11 +103,11 @@ def gemm_launch(a, a_scale, b, b_scale) -> Launch:
         "M": M,
         "N": N,
         "K": K,
-        "BLOCK_M": _BLOCK_M,
-        "BLOCK_N": _BLOCK_N,
+        "BLOCK_M": rows,
+        "BLOCK_N": columns,
         "BLOCK_K": _BLOCK_K,
     }
-    grid = (triton.cdiv(M, _BLOCK_M), triton.cdiv(N, _BLOCK_N))
+    grid = (triton.cdiv(M, rows), triton.cdiv(N, columns))
     return Launch(mxfp4_matmul, grid, arguments, {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True})
 
 

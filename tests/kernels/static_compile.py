@@ -5,8 +5,10 @@ Runs in a process of its own without TRITON_INTERPRET (under the interpreter the
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -21,7 +23,7 @@ SHARED_LIMIT = {
     90: 232448,
     100: 232448,
 }  # bytes a block may ask for (CUDA programming guide, 16.2)
-TENSOR_CORE = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+TENSOR_CORE = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 _TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -72,5 +74,69 @@ def compile_for(launch, capability: int) -> dict:
         "registers": int(numbers["REG"]),
         "stack": int(numbers["STACK"]) + int(numbers["LOCAL"]),
         "shared": compiled.metadata.shared,
-        "tensor_core": compiled.asm["ptx"].count(TENSOR_CORE[capability]),
+        "shared_limit": SHARED_LIMIT[capability],
+        "tensor_core": sum(compiled.asm["ptx"].count(name) for name in TENSOR_CORE),
+        "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
     }
+
+
+def attention_launches(D: int, capability: int, precision, operands="bf16", tile=64, repair=None, norm=False):
+    """The launches of a forward and a backward with every statistic, T = 1024."""
+    from qkpipe_kernels.attention import Inputs, Options, backward_launches, forward_launch
+
+    from qkpipe.numerics.precision import StreamRepair
+
+    T = 1024
+    options = Options(
+        scale=D**-0.5,
+        tile=tile,
+        precision=precision,
+        repair=repair or StreamRepair(),
+        operands=operands,
+        sense=True,
+        entropy=True,
+        residual=True,
+    )
+    dtype = torch.bfloat16 if precision.io.bits <= 7 else torch.float32
+    x, rows = torch.empty(1, 2, T, D, dtype=dtype), torch.empty(1, 2, T)
+    inputs = Inputs(x, x, x, rows if norm else None, rows if norm else None)
+    forward = forward_launch(inputs, options, dtype)
+    return [forward, *backward_launches(inputs, x, rows, x, options, dtype, capability)]
+
+
+def launches(case: str, D: int, capability: int) -> list:
+    from qkpipe_kernels.mx import quantize_launch
+    from qkpipe_kernels.mxfp4_gemm import gemm_launch
+
+    from qkpipe.numerics.precision import StreamPrecision, StreamRepair
+
+    if case == "mx":
+        x, codes, scales = torch.empty(64, 1024), torch.empty(64, 512).byte(), torch.empty(64, 32).byte()
+        found = [gemm_launch(codes, scales, codes, scales, capability)]
+        for rounding in ("even", "stochastic"):
+            found.append(
+                quantize_launch(x, "mxfp4", -1, "floor", rounding, 0, 0, values=x, gain=2.0, error=x)
+            )
+        found.append(quantize_launch(x.mT.contiguous(), "mxfp4", 0, "rceil", "even", 0, 0, codes=codes, scales=scales,
+                                     pack=True))  # fmt: skip
+        return found
+    healthy, uniform = StreamPrecision(io=7), StreamPrecision.uniform
+    arguments = {
+        "healthy": {"precision": healthy},
+        "healthy-norm": {"precision": healthy, "norm": True},
+        "carries": {"precision": StreamPrecision.carries(7)},
+        "uniform": {"precision": uniform(7)},
+        "uniform-tile512": {"precision": uniform(7), "tile": 512},
+        "stochastic": {"precision": uniform(7, mode="stochastic")},
+        "repairs": {"precision": uniform(7), "repair": StreamRepair("p", "exact", True)},
+        "exact": {"precision": StreamPrecision.carries(7), "operands": "exact"},
+        "fp32": {"precision": StreamPrecision(), "operands": "exact"},
+    }
+    return attention_launches(D, capability, **arguments[case])
+
+
+if __name__ == "__main__":
+    case, capability, *head_dims = sys.argv[1:]
+    print(json.dumps([
+        compile_for(launch, int(capability)) for D in head_dims for launch in launches(case, int(D), int(capability))
+    ]))  # fmt: skip

@@ -1,0 +1,67 @@
+"""Every kernel compiles for GPUs that are not here: no spills, shared memory fits, tensor cores are used.
+
+One process a capability, without the interpreter; see static_compile.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip(
+    "triton", reason="triton is not installed: make kernels-test runs these under 3.6 and 3.9"
+)
+
+CASES = [
+    "healthy",
+    "healthy-norm",
+    "carries",
+    "uniform",
+    "uniform-tile512",
+    "stochastic",
+    "repairs",
+    "exact",
+    "fp32",
+    "mx",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiles_without_spilling(case, capability):
+    rows = compiled(case, capability, (64, 128))
+    check(rows, case)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_healthy_kernels_compile(capability):
+    check(compiled("healthy", capability, (64,)), "healthy")
+
+
+def compiled(case, capability, head_dims):
+    script = Path(__file__).with_name("static_compile.py")
+    command = [sys.executable, str(script), case, str(capability), *map(str, head_dims)]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def check(rows, case):
+    assert rows
+    for row in rows:
+        assert row["stack"] == 0, f"spills: {row}"
+        assert row["shared"] <= row["shared_limit"], row
+        multiplies = "delta" not in row["kernel"] or "from_p" in row["kernel"]
+        if (
+            case != "fp32"
+            and multiplies
+            and row["kernel"] not in ("quantize_blocks", "prepare_rows", "norm_backward")
+        ):
+            assert row["tensor_core"] > 0, f"no tensor-core instruction: {row}"
+        if case in ("healthy", "carries", "uniform") and row["capability"] == 90 and multiplies:
+            assert row["wgmma"] > 0, f"no wgmma: {row}"
