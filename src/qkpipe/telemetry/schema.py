@@ -52,12 +52,27 @@ TABLES: dict[str, pa.Schema] = {
         residual_mean=_F64,
     ),
     # max_logit: as applied; max_logit_raw: without QK normalisation. Both after the scale, before any rounding.
-    "heads": _schema(run_id=_STR, step=_INT, layer=_INT, head=_INT, max_logit=_F64, max_logit_raw=_F64, entropy=_F64),
+    "heads": _schema(
+        run_id=_STR, step=_INT, layer=_INT, head=_INT, max_logit=_F64, max_logit_raw=_F64, entropy=_F64
+    ),
     "routes": _schema(
-        run_id=_STR, step=_INT, layer=_INT, route=_STR, grad_norm=_F64, error_norm=_F64, error_mean=_F64, coherence=_F64
+        run_id=_STR,
+        step=_INT,
+        layer=_INT,
+        route=_STR,
+        grad_norm=_F64,
+        error_norm=_F64,
+        error_mean=_F64,
+        coherence=_F64,
     ),
     "probe": _schema(
-        run_id=_STR, step=_INT, layer=_INT, matrix=_STR, energy_total=_F64, energy_on=_F64, energy_removed=_F64
+        run_id=_STR,
+        step=_INT,
+        layer=_INT,
+        matrix=_STR,
+        energy_total=_F64,
+        energy_on=_F64,
+        energy_removed=_F64,
     ),
     # What happened and when: guard_fired, nonfinite_gradient, diverged, probe_infeasible, ...; detail is JSON.
     "events": _schema(run_id=_STR, step=_INT, kind=_STR, detail=_STR),

@@ -25,6 +25,7 @@ from qkpipe.paths import RunPaths, ScratchPaths, StudyPaths
 from qkpipe.telemetry.schema import SCHEMA_VERSION
 from qkpipe.telemetry.writer import PartWriter
 from qkpipe.train import checkpoint
+from qkpipe.train.heap import keep_freed_memory
 from qkpipe.train.supersede import supersede
 from qkpipe.train.trainer import Trainer
 
@@ -77,6 +78,7 @@ def _train(
     run: RunConfig, tokens: Tokens, target: RunPaths, scratch: ScratchPaths, *, progress: bool
 ) -> None:
     torch.set_num_threads(run.train.threads)
+    keep_freed_memory()
     writer = PartWriter(scratch, run.run_id)
     trainer = Trainer(run, tokens, writer)
     state = checkpoint.load(
