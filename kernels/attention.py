@@ -94,30 +94,35 @@ class Tiling(NamedTuple):
     stages: int
 
 
-def forward_tiling(D: int, fast: bool, tile: int, wide: bool) -> Tiling:
+# Blocks as large as they can be without spilling, on every compute capability (capability: 80 for 8.0).
+
+
+def forward_tiling(D: int, fast: bool, tile: int, wide: bool, capability: int) -> Tiling:
     """wide: the inputs are fp32, which tensor cores do not multiply exactly."""
     if wide:
         return Tiling(32, math.gcd(tile, 32), 8 if D == 128 else 4, 1)
+    warps = 4 if D < 128 and 90 <= capability < 100 else 8
     if fast:
-        return Tiling(128, 64, 8 if D == 128 else 4, 3)
-    return Tiling(64, math.gcd(tile, 64 if D == 128 else 128), 8 if D == 128 else 4, 2)
+        return Tiling(128, 32 if D == 128 and capability < 90 else 64, warps, 3)
+    # A tile of more than one block computes its scores twice, and needs the registers.
+    longest = 128 if tile == 128 and D < 128 else 64 if tile <= 64 or D == 128 or capability < 100 else 32
+    return Tiling(64, math.gcd(tile, longest), warps, 2)
 
 
-def dq_tiling(D: int, wide: bool, split: bool) -> Tiling:
+def dq_tiling(D: int, fast: bool, wide: bool, split: bool, capability: int) -> Tiling:
     """split: an operand is multiplied as a sum of bfloat16 numbers, which takes registers."""
     if wide:
         return Tiling(16, 16, 4, 1) if D == 128 else Tiling(32, 32, 4, 1)
     if D < 128:
-        return Tiling(128, 64, 8, 3)
+        return Tiling(128, 64 if fast or capability < 100 else 32, 8, 3)
     return Tiling(64 if split else 128, 32, 8, 2)
 
 
-def dkdv_tiling(D: int, wide: bool, split: bool, capability: int) -> Tiling:
-    """capability: 80 for compute capability 8.0; before 9.0 the accumulators beside 64 rows spill."""
+def dkdv_tiling(D: int, fast: bool, wide: bool, split: bool, capability: int) -> Tiling:
     if wide:
         return Tiling(16, 16, 4, 1) if D == 128 else Tiling(32, 32, 4, 1)
     if D < 128:
-        return Tiling(64 if capability >= 90 and not split else 32, 128, 8, 2)
+        return Tiling(64 if capability >= 90 and not split and (fast or capability < 100) else 32, 128, 8, 2)
     if split:
         return Tiling(16, 32, 8, 2)
     return Tiling(32, 128 if capability >= 90 else 64, 8, 2)
@@ -346,13 +351,17 @@ def _compile_options(tiling: Tiling, fast: bool) -> dict:
     return {"num_warps": tiling.warps, "num_stages": tiling.stages, "enable_fp_fusion": fast}
 
 
-def forward_launch(inputs: Inputs, options: Options, dtype: torch.dtype) -> Launch:
+def forward_launch(
+    inputs: Inputs, options: Options, dtype: torch.dtype, capability: int | None = None
+) -> Launch:
+    """capability: of q's device by default."""
     q, k, v, rq, rk = inputs
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
     fast = options.fast_forward
     tile = effective_tile(options.tile, Tk)
-    tiling = forward_tiling(D, fast, tile, wide=q.dtype == torch.float32)
+    capability = capability or capability_of(q.device)
+    tiling = forward_tiling(D, fast, tile, q.dtype == torch.float32, capability)
     keys = tiling.keys
     out = torch.empty_like(q, dtype=dtype)
     lse = torch.empty(B, H, Tq, device=q.device)
@@ -399,6 +408,7 @@ def backward_launches(
     B, H, Tq, D = q.shape
     H_kv, Tk = k.shape[1:3]
     precision, repair = options.precision, options.repair
+    capability = capability or capability_of(q.device)
     fast, wide = options.fast_backward, q.dtype == torch.float32
     norm = rq is not None and fast and options.fast_forward
     delta = torch.empty_like(lse)
@@ -425,7 +435,7 @@ def backward_launches(
             Launch(attention_delta, (triton.cdiv(Tq, 64), B * H), arguments, {"enable_fp_fusion": False})
         )
     if from_p:
-        tiling = dq_tiling(D, wide, split=False)
+        tiling = dq_tiling(D, False, wide, False, capability)
         arguments = {
             **tensors,
             **sizes,
@@ -455,7 +465,7 @@ def backward_launches(
         "NORM": norm,
     }
 
-    tiling = dq_tiling(D, wide, split)
+    tiling = dq_tiling(D, fast, wide, split, capability)
     dq = torch.empty_like(q, dtype=dtype)
     arguments = {
         **shared,
@@ -472,7 +482,7 @@ def backward_launches(
     grid = (triton.cdiv(Tq, tiling.rows), B * H)
     launches.append(Launch(attention_backward_dq, grid, arguments, _compile_options(tiling, fast)))
 
-    tiling = dkdv_tiling(D, wide, split, capability_of(q.device) if capability is None else capability)
+    tiling = dkdv_tiling(D, fast, wide, split, capability)
     dk, dv = torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
     arguments = {
         **shared,

@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 base=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+status=0
 # Triton 3.6's interpreter turns one-element arrays into sizes, which numpy refuses from 2.4 on.
 for wanted in '36 triton==3.6.* numpy<2.4' '39 triton==3.9.*'; do
   read -r name packages <<<"$wanted"
@@ -18,5 +19,6 @@ for wanted in '36 triton==3.6.* numpy<2.4' '39 triton==3.9.*'; do
     touch "$env/.installed"
   fi
   echo "== Triton $("$env/bin/python" -c 'import triton; print(triton.__version__)')"
-  OMP_NUM_THREADS=1 "$env/bin/python" -m pytest tests/kernels "$@"
+  OMP_NUM_THREADS=1 "$env/bin/python" -m pytest tests/kernels "$@" || status=1
 done
+exit $status

@@ -100,7 +100,7 @@ def attention_launches(D: int, capability: int, precision, operands="bf16", tile
     dtype = torch.bfloat16 if precision.io.bits <= 7 else torch.float32
     x, rows = torch.empty(1, 2, T, D, dtype=dtype), torch.empty(1, 2, T)
     inputs = Inputs(x, x, x, rows if norm else None, rows if norm else None)
-    forward = forward_launch(inputs, options, dtype)
+    forward = forward_launch(inputs, options, dtype, capability)
     return [forward, *backward_launches(inputs, x, rows, x, options, dtype, capability)]
 
 
