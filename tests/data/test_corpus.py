@@ -70,7 +70,7 @@ def test_the_fraction_is_reached_not_missed(tmp_path):
         ({"plays/a.md": b" \n"}, ["empty"]),
         ({"README.md": b"only about the package"}, ["empty"]),
         ({"plays/a.md": b"fine", "plays/b.md": b"ok \xff"}, ["plays/b.md", "not UTF-8 (byte 3)"]),
-        ({"plays/a.md": b"one play"}, ["1 file(s)", "at least one"]),
+        ({"plays/a.md": b"one play"}, ["1 file(s)", "one whole file must remain"]),
     ],
 )
 def test_unusable_text_is_one_line(tmp_path, files, words):

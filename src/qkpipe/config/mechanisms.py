@@ -20,7 +20,9 @@ def mechanisms(package: str) -> dict[str, type[Mechanism]]:
     for info in pkgutil.iter_modules(root.__path__):
         module = importlib.import_module(f"{package}.{info.name}")
         for value in vars(module).values():
-            declared = isinstance(value, type) and issubclass(value, Mechanism) and "kind" in value.model_fields
+            declared = (
+                isinstance(value, type) and issubclass(value, Mechanism) and "kind" in value.model_fields
+            )
             if declared and value.__module__ == module.__name__:
                 kind = value.model_fields["kind"].default
                 if kind in found:

@@ -1,4 +1,4 @@
-"""Clean splice: a named route's gradient is taken from a clean forward and backward on the same weights and batch (paper section 3)."""
+"""Clean splice: a route's gradient comes from a clean forward and backward on the same weights and batch (paper section 3)."""
 
 from __future__ import annotations
 

@@ -20,4 +20,5 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     advice = {_M_MMAP_THRESHOLD: _LARGEST_MMAP_THRESHOLD, _M_TRIM_THRESHOLD: _KEEP, _M_TOP_PAD: 64 << 20}
-    return all([mallopt(option, value) for option, value in advice.items()])
+    taken = [mallopt(option, value) for option, value in advice.items()]
+    return all(taken)
