@@ -84,6 +84,9 @@ FIGURES = {
     "guard": ("guard_curves", "guard_firing"),
 }
 MIRRORED = PATHS.results / "mlflow.mirrored"
+CLAIMS = STUDY.folder / "claims.yaml"
+# What judges the declared claims, the guard's threshold and the regime.
+DECLARED = [PATHS.analysis("claims"), PATHS.table("threshold"), PATHS.table("regime")] if CLAIMS.exists() else []
 
 # Rules say `qkpipe COMMAND`; which interpreter, study and scale that means is said here, where it triggers no rerun.
 shell.prefix(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from qkpipe.errors import BadInput
 
-ANALYSES = ("contrasts", "dissociation", "probe", "guard")
+ANALYSES = ("contrasts", "dissociation", "probe", "guard", "claims", "threshold", "regime")
 """Modules of :mod:`qkpipe.analysis` with ``build(paths, study)``; they read what ``qkpipe runs`` wrote."""
 
 

@@ -150,7 +150,8 @@ def judge(
 
     collapse, healthy = select(criterion.collapse), select(criterion.healthy)
     collapse_margin = min(
-        (criterion.collapse_before - _collapse_share(row) for row in collapse), default=-math.inf
+        (criterion.collapse_before - _collapse_share(row, criterion.rules) for row in collapse),
+        default=-math.inf,
     )
     # A run without a single finite logit has an unknown peak, which is no peak below the limit.
     peaks = [math.inf if row["peak_logit"] is None else row["peak_logit"] for row in healthy]
@@ -190,11 +191,13 @@ def judge(
     }
 
 
-def _collapse_share(row: Mapping[str, Any]) -> float:
-    """Share of the horizon at which the later of the two rules sees the collapse; infinite if one does not."""
-    if not (row["collapsed"] and row["collapsed_paper"]):
+def _collapse_share(row: Mapping[str, Any], rules: Iterable[str]) -> float:
+    """Share of the horizon at which the last of the rules sees the collapse; infinite if one does not."""
+    steps = {"primary": row["collapse_step"], "paper": row["collapse_step_paper"]}
+    collapsed = {"primary": row["collapsed"], "paper": row["collapsed_paper"]}
+    if not all(collapsed[rule] for rule in rules):
         return math.inf
-    return max(row["collapse_step"], row["collapse_step_paper"]) / row["steps_planned"]
+    return max(steps[rule] for rule in rules) / row["steps_planned"]
 
 
 def _worst(row: Mapping[str, Any]) -> float:

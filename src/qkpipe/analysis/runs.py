@@ -56,7 +56,7 @@ def aggregate(paths: StudyPaths, study: Study, requested: Iterable[RunKey]) -> l
 def describe(run: CompletedRun, curves: pd.DataFrame) -> dict[str, Any]:
     """What one run was and how it ended (columns of ``runs``); final values carry the last finite value forward."""
     record = run.record
-    steps = read_table(run.paths.table("steps"), ["step", "loss", "val_loss"]).to_pandas()
+    steps = read_table(run.paths.table("steps"), ["step", "loss", "max_logit", "val_loss"]).to_pandas()
     timing = read_table(run.paths.table("timing"), ["wall_s"]).to_pandas()
     verdict, paper = judge(steps["loss"], PRIMARY), judge(steps["loss"], PAPER)
     ema = pd.Series(smooth(steps["loss"]))
@@ -76,7 +76,7 @@ def describe(run: CompletedRun, curves: pd.DataFrame) -> dict[str, Any]:
         "final_val_loss": last_finite(steps["val_loss"]),
         "peak_sigma_q": peak_finite(curves["sigma_q"]),
         "final_sigma_q": last_finite(curves["sigma_q"]),
-        "peak_logit": peak_finite(curves["max_logit"]),
+        "peak_logit": peak_finite(pd.concat([curves["max_logit"], steps["max_logit"]])),
         "tokens": record["tokens"],
         "epochs": record["epochs"],
         "wall_s": float(timing["wall_s"].sum()),

@@ -30,6 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from qkpipe.analysis.statistics import clopper_pearson, upper_bound
+from qkpipe.config import Study
 from qkpipe.errors import BadInput
 from qkpipe.paths import StudyPaths
 from qkpipe.store.parquet import read_runs, read_table, write_table
@@ -79,10 +80,10 @@ class _Healthy:
     late: float
 
 
-def thresholds(runs: pa.Table, heads: pa.Table, level: float = 0.05, confidence: float = 0.95) -> pa.Table:
+def thresholds(runs: pa.Table, logits: pa.Table, level: float = 0.05, confidence: float = 0.95) -> pa.Table:
     """One row a setting and rule (schema ``THRESHOLDS``).
 
-    ``runs`` has the schema ``telemetry.schema.RUNS``, ``heads`` (run_id, step, max_logit) the telemetry of at
+    ``runs`` has the schema ``telemetry.schema.RUNS``, ``logits`` (run_id, step, max_logit) the telemetry (``steps``, ``heads``) of at
     least the calibration and held-out runs. A seed that lacks one of the calibration arms is not counted.
     Raises :class:`BadInput` for a calibration or held-out run that has a fault or an intervention.
     """
@@ -94,19 +95,19 @@ def thresholds(runs: pa.Table, heads: pa.Table, level: float = 0.05, confidence:
                     f"runs: arm={row['arm']!r}, seed={row['seed']} ({row['seed_role']}) has {column}={row[column]!r}; "
                     "thresholds are taken from healthy runs, allowed: none"
                 )
-    logits = _logits(heads, {row["run_id"] for row in rows})
+    curves = _logits(logits, {row["run_id"] for row in rows})
     table = []
     for setting in dict.fromkeys(tuple(row[name] for name in SETTING) for row in rows):
         inside = [row for row in rows if tuple(row[name] for name in SETTING) == setting]
         by_role = {role: {row["arm"] for row in inside if row["seed_role"] == role} for role in ROLES}
         arms = sorted(by_role["calibration"] or by_role["held_out"])
-        calibration, held_out = (_healthy_seeds(inside, role, arms, logits, setting[-1]) for role in ROLES)
+        calibration, held_out = (_healthy_seeds(inside, role, arms, curves, setting[-1]) for role in ROLES)
         shared = dict(zip(SETTING, setting)) | {
             "level": level,
             "confidence": confidence,
             "n_calibration": len(calibration),
             "n_held_out": len(held_out),
-            "sensed_every": _interval(logits[row["run_id"]] for row in inside),
+            "sensed_every": _interval(curves[row["run_id"]] for row in inside),
             "arms": ",".join(arms),
             "calibration_seeds": ",".join(str(run.seed) for run in calibration),
             "held_out_seeds": ",".join(str(run.seed) for run in held_out),
@@ -128,14 +129,18 @@ def thresholds(runs: pa.Table, heads: pa.Table, level: float = 0.05, confidence:
     return pa.Table.from_pylist(table, THRESHOLDS)
 
 
-def build(paths: StudyPaths) -> list[Path]:
-    """Write ``tables/threshold.parquet`` from the calibration and held-out runs that are there."""
+def build(paths: StudyPaths, study: Study) -> list[Path]:
+    """Write ``tables/threshold.parquet`` from the calibration and held-out runs that are there (any scale of ``study``)."""
     runs = read_table(paths.analysis("runs"))
     rows = zip(*(runs[name].to_pylist() for name in ("arm", "seed", "seed_role")))
     folders = [paths.run(arm, seed) for arm, seed, role in rows if role in ROLES]
-    heads = read_runs(folders, "heads", ["run_id", "step", "max_logit"])
+    columns = ["run_id", "step", "max_logit"]
+    every_step = read_runs(folders, "steps", columns)
+    logits = pa.concat_tables(
+        [every_step.filter(every_step["max_logit"].is_valid()), read_runs(folders, "heads", columns)]
+    )
     written = paths.table("threshold")
-    write_table(written, thresholds(runs, heads), THRESHOLDS)
+    write_table(written, thresholds(runs, logits), THRESHOLDS)
     return [written]
 
 
@@ -178,15 +183,15 @@ def _exceeds(k: int, n: int, level: float, confidence: float) -> bool:
     return clopper_pearson(k, n, 2 * confidence - 1)[0] > level
 
 
-def _logits(heads: pa.Table, run_ids: set[str]) -> dict[str, list[tuple[int, float]]]:
+def _logits(sensed: pa.Table, run_ids: set[str]) -> dict[str, list[tuple[int, float]]]:
     """``run_id`` -> (step, largest logit over layers and heads) in step order; a non-finite one is infinite."""
-    heads = heads.filter(pc.is_in(heads["run_id"], pa.array(sorted(run_ids), pa.string())))
-    finite = pc.fill_null(pc.is_finite(heads["max_logit"]), False)
+    sensed = sensed.filter(pc.is_in(sensed["run_id"], pa.array(sorted(run_ids), pa.string())))
+    finite = pc.fill_null(pc.is_finite(sensed["max_logit"]), False)
     sensed = pa.table(
         {
-            "run_id": heads["run_id"],
-            "step": heads["step"],
-            "logit": pc.if_else(finite, heads["max_logit"], math.inf),
+            "run_id": sensed["run_id"],
+            "step": sensed["step"],
+            "logit": pc.if_else(finite, sensed["max_logit"], math.inf),
         }
     )
     curves: dict[str, list[tuple[int, float]]] = {run_id: [] for run_id in run_ids}

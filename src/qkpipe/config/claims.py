@@ -110,7 +110,7 @@ class RegimeCriterion(Frozen):
     """When a regime (learning rate, dose, tile, horizon) is fit for the study; judged on tuning seeds,
     without a p-value.
 
-    In every tuning seed: the ``collapse`` arms collapse by both rules before ``collapse_before`` of the
+    In every tuning seed: the ``collapse`` arms collapse by each of ``rules`` before ``collapse_before`` of the
     horizon; the ``healthy`` arms neither collapse nor reach ``max_logit``; in one of log sigma and log max
     logit, every ``separate`` pair differs by more than ``separation`` at the end.
     """
@@ -118,6 +118,7 @@ class RegimeCriterion(Frozen):
     collapse: Annotated[tuple[Name, ...], Field(min_length=1)]
     healthy: Annotated[tuple[Name, ...], Field(min_length=1)]
     separate: tuple[Separation, ...]
+    rules: Annotated[tuple[Literal["primary", "paper"], ...], Field(min_length=1)] = ("primary", "paper")
     collapse_before: Annotated[float, Field(gt=0, le=1)]
     max_logit: Annotated[float, Field(gt=0)]
     separation: Annotated[float, Field(ge=0)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,19 @@ class Study:
         target_config = self.config.targets[
             _known(target, self.config.targets, self.folder / "study.yaml", "targets")
         ]
-        arms = self.runnable if target_config.arms == ["*"] else target_config.arms
+        arms = self._matching(target_config.arms)
         declared = self.config.roles[target_config.role].seeds[: target_config.n_seeds]
         chosen = list(dict.fromkeys(declared if seeds is None else seeds))
         return [RunKey(arm, seed) for arm in arms for seed in chosen]
+
+    def _matching(self, patterns: Iterable[str]) -> list[str]:
+        """Runnable arms that match any pattern, in file order; ``*`` stands for a name without a dot."""
+        split = [pattern.split(".") for pattern in patterns]
+        return [
+            arm
+            for arm in self.runnable
+            if any(len(p) == arm.count(".") + 1 and all(map(fnmatchcase, arm.split("."), p)) for p in split)
+        ]
 
     def _lineage(self, arm: str) -> list[ArmConfig]:
         chain: list[ArmConfig] = []
@@ -128,9 +138,9 @@ class Study:
                 _known(arm.twin, self.runnable, arms, f"{name}.twin")
         for name, target in self.config.targets.items():
             _known(target.role, self.config.roles, study, f"targets.{name}.role")
-            for arm_name in target.arms:
-                if target.arms != ["*"]:
-                    _known(arm_name, self.runnable, study, f"targets.{name}.arms")
+            for pattern in target.arms:
+                if not self._matching([pattern]):
+                    _known(pattern, self.runnable, study, f"targets.{name}.arms")
         for name, role in self.config.roles.items():
             for arm_name in role.arms or ():
                 _known(arm_name, self.runnable, study, f"roles.{name}.arms")

@@ -270,7 +270,10 @@ class RoleConfig(Frozen):
 
 
 class TargetConfig(Frozen):
-    """What ``snakemake <target>`` runs: arms by name or ``*`` for all, the first ``n_seeds`` seeds of a role."""
+    """What ``snakemake <target>`` runs: arms by name or pattern, the first ``n_seeds`` seeds of a role.
+
+    ``*`` matches no dot: ``"*"`` is the study's arms, ``"*.*"`` the arms of candidate regimes, called ``<regime>.<arm>``.
+    """
 
     arms: list[str]
     role: SeedRole

@@ -99,6 +99,7 @@ class Attention(nn.Module):
         self.qk_site: QKSite | None = None
         self.sensing = True
         self.tap: Tap | None = None
+        self.max_logit_BH: Tensor | None = None  # of the latest forward, where the kernel reports it
 
     def forward(self, x_BTD: Tensor, draw: int = 0) -> Tensor:
         q, k, v = (self._split(x_BTD, W) for W in (self.W_Q, self.W_K, self.W_V))
@@ -110,8 +111,11 @@ class Attention(nn.Module):
         if self.qk_site is not None:
             q, k = self.qk_site.act(q, k)
         out_BHTK, stats = self.kernel(q, k, v, draw)
-        if self.qk_site is not None and self.sensing:
-            self.qk_site.sense(q, k, self.scale, None if stats is None else stats.max_logit)
+        max_logit_BH = None if stats is None else stats.max_logit
+        if self.sensing:
+            self.max_logit_BH = max_logit_BH
+            if self.qk_site is not None:
+                self.qk_site.sense(q, k, self.scale, max_logit_BH)
         if self.tap is not None:
             self._record(q_raw, k_raw, q, k, v, out_BHTK, stats)
         B, _, T, _ = out_BHTK.shape

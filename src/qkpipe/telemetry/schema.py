@@ -22,7 +22,8 @@ def _schema(**columns: pa.DataType) -> pa.Schema:
 
 
 TABLES: dict[str, pa.Schema] = {
-    # One row a step; val_loss is null between validations.
+    # One row a step; val_loss is null between validations. max_logit: largest applied logit of any layer and head, where the
+    # attention kernel reports it (the streaming one does; null for torch's own).
     "steps": _schema(
         run_id=_STR,
         step=_INT,
@@ -32,6 +33,7 @@ TABLES: dict[str, pa.Schema] = {
         clipped_norm=_F64,
         update_norm=_F64,
         guard_active=_BOOL,
+        max_logit=_F64,
         val_loss=_F64,
     ),
     # One row a layer every `telemetry.every` steps. sigma_qk_max: largest singular value over heads of W_Q^h' W_K^h with

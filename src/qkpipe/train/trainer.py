@@ -51,6 +51,7 @@ class Trainer:
         self.errors = GradientErrors()
         self.step_index = 0
         self._clean: dict[str, Tensor] | None = None
+        self._max_logit: float | None = None
         self._validation = [
             torch.from_numpy(batch).to(self.device)
             for batch in validation_batches(
@@ -76,9 +77,11 @@ class Trainer:
         if sensed:
             self.sensors.arm()
         guard_active = any(hook.active for hook in self.hooks)
+        self._max_logit = None
         loss = self._accumulate(step, self._batch(step), faulty=True)
         if not math.isfinite(loss):
-            self.writer.add("steps", step=step, loss=loss, lr=self._lr(step), guard_active=guard_active)
+            observed = {"guard_active": guard_active, "max_logit": self._max_logit}
+            self.writer.add("steps", step=step, loss=loss, lr=self._lr(step), **observed)
             self.context.event(step, "diverged", loss=str(loss))
             self.step_index += 1
             return StepResult(loss, finite=False)
@@ -106,6 +109,7 @@ class Trainer:
             clipped_norm=clipped_norm,
             update_norm=update_norm,
             guard_active=guard_active,
+            max_logit=self._max_logit,
             val_loss=self._validate() if self._validates(step) else None,
         )
         return StepResult(loss, finite=True)
@@ -148,6 +152,8 @@ class Trainer:
                 self.model(windows[:, :-1], windows[:, 1:], draw=fold_in(self.run.seed, step, micro)) / micros
             )
             loss_sum += float(loss.detach())
+            if faulty:
+                self._look_at_logits()
             if not math.isfinite(loss_sum):
                 return loss_sum
             loss.backward()
@@ -161,6 +167,13 @@ class Trainer:
             for parameter, gradient in zip(self.parameters, total, strict=True):
                 parameter.grad = gradient
         return loss_sum
+
+    def _look_at_logits(self) -> None:
+        """Raise ``_max_logit`` to the latest forward's, where every layer's kernel reports it; NaN stays NaN."""
+        seen = [attention.max_logit_BH for attention in self.model.attentions]
+        if all(logit is not None for logit in seen):
+            peak = float(torch.stack([logit.max() for logit in seen]).max())
+            self._max_logit = peak if self._max_logit is None else float(np.maximum(self._max_logit, peak))
 
     def _clean_gradients(self) -> dict[str, Tensor]:
         """Gradients of the current step without any fault, by parameter name; ``parameter.grad`` is left as it was."""
