@@ -7,21 +7,6 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 
-try:
-    import triton
-except ImportError:
-    triton = None
-
-
-def pytest_collection_modifyitems(items):
-    if triton is None:
-        skip = pytest.mark.skip(
-            reason="triton is not installed: make kernels-test runs these under 3.6 and 3.9"
-        )
-        for item in items:
-            if "tests/kernels" in str(item.path):
-                item.add_marker(skip)
-
 
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch):

@@ -77,6 +77,7 @@ def compile_for(launch, capability: int) -> dict:
         "shared_limit": SHARED_LIMIT[capability],
         "tensor_core": sum(compiled.asm["ptx"].count(name) for name in TENSOR_CORE),
         "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+        "mxf4": compiled.asm["ptx"].count("kind::mxf4"),
     }
 
 

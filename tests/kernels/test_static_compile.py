@@ -48,6 +48,12 @@ def test_healthy_kernels_compile(capability):
     check(compiled("healthy", capability, (64,)), "healthy")
 
 
+def test_the_mxfp4_product_is_native_on_blackwell():
+    rows = compiled("mx", 100, (64,))
+    check(rows, "mx")
+    assert rows[0]["mxf4"] > 0, rows[0]
+
+
 def compiled(case, capability, head_dims):
     script = Path(__file__).with_name("static_compile.py")
     command = [sys.executable, str(script), case, str(capability), *map(str, head_dims)]
