@@ -83,8 +83,8 @@ class _Healthy:
 def thresholds(runs: pa.Table, logits: pa.Table, level: float = 0.05, confidence: float = 0.95) -> pa.Table:
     """One row a setting and rule (schema ``THRESHOLDS``).
 
-    ``runs`` has the schema ``telemetry.schema.RUNS``, ``logits`` (run_id, step, max_logit) the telemetry (``steps``, ``heads``) of at
-    least the calibration and held-out runs. A seed that lacks one of the calibration arms is not counted.
+    ``runs`` has the schema ``telemetry.schema.RUNS``, ``logits`` (run_id, step, max_logit) the telemetry (``steps``,
+    ``heads``) of at least the calibration and held-out runs. A seed that lacks one of the calibration arms is not counted.
     Raises :class:`BadInput` for a calibration or held-out run that has a fault or an intervention.
     """
     rows = [row for row in runs.to_pylist() if row["seed_role"] in ROLES]

@@ -21,18 +21,21 @@ import qkpipe
 from qkpipe.config.models import RunConfig
 from qkpipe.data.shards import Tokens, open_tokens
 from qkpipe.errors import BadInput
-from qkpipe.paths import RunPaths, ScratchPaths, StudyPaths
+from qkpipe.paths import RunPaths, StudyPaths
 from qkpipe.telemetry.schema import SCHEMA_VERSION
 from qkpipe.telemetry.writer import PartWriter
 from qkpipe.train import checkpoint
 from qkpipe.train.heap import keep_freed_memory
-from qkpipe.train.supersede import supersede
+from qkpipe.train.supersede import is_finished, supersede
 from qkpipe.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 CLOCK_EVERY = 100
 """Steps between rows of ``timing``."""
+
+LOCK_WAIT_S = 0.5
+"""`qkpipe status` looks at a lock by holding it for a moment; a live run holds it for longer."""
 
 
 def train_run(run: RunConfig, paths: StudyPaths, *, progress: bool | None = None) -> Path:
@@ -54,29 +57,30 @@ def train_run(run: RunConfig, paths: StudyPaths, *, progress: bool | None = None
     scratch.folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(scratch.lock)
     try:
-        held = lock.acquire(timeout=0)
+        held = lock.acquire(timeout=LOCK_WAIT_S)
     except Timeout:
         raise BadInput(
             f"{scratch.lock}: held by a live process training {run.arm}/seed={run.seed}; wait for it, or stop it"
         ) from None
     with held:
-        if aside := supersede(paths, run):
-            log.warning("a run of another config was here: moved to %s", aside)
-        if target.record.exists():
+        if is_finished(paths, run):
             log.info("%s: already there with this config hash, nothing to do", target.record)
         else:
             tokens = open_tokens(paths.data(run.corpus_name, run.tokenizer_name), run.model.context)
             _check_vocabulary(run, tokens)
-            _train(
-                run, tokens, target, scratch, progress=sys.stderr.isatty() if progress is None else progress
-            )
+            _move_aside(paths, run)
+            _train(run, tokens, paths, progress=sys.stderr.isatty() if progress is None else progress)
     shutil.rmtree(scratch.folder, ignore_errors=True)
     return target.record
 
 
-def _train(
-    run: RunConfig, tokens: Tokens, target: RunPaths, scratch: ScratchPaths, *, progress: bool
-) -> None:
+def _move_aside(paths: StudyPaths, run: RunConfig) -> None:
+    if aside := supersede(paths, run):
+        log.warning("a run of another config was here: moved to %s", aside)
+
+
+def _train(run: RunConfig, tokens: Tokens, paths: StudyPaths, *, progress: bool) -> None:
+    target, scratch = paths.run(run.arm, run.seed), paths.scratch(run.run_id)
     torch.set_num_threads(run.train.threads)
     keep_freed_memory()
     writer = PartWriter(scratch, run.run_id)
@@ -128,6 +132,7 @@ def _train(
                 },
             )
     bar.close()
+    _move_aside(paths, run)  # a job of an older config may have ended here meanwhile: it holds another lock
     writer.finish(target)
     _write_record(target, _record(run, tokens, trainer, stopped))
 

@@ -10,17 +10,21 @@ from qkpipe.paths import StudyPaths
 from qkpipe.telemetry.schema import SCHEMA_VERSION
 
 
+def is_finished(paths: StudyPaths, run: RunConfig) -> bool:
+    """Whether this very run, by its config hash and the schema version, is there."""
+    record = paths.run(run.arm, run.seed).record
+    return record.exists() and _identity(record) == (run.config_hash, SCHEMA_VERSION)
+
+
 def supersede(paths: StudyPaths, run: RunConfig) -> Path | None:
     """Move a finished run of another config hash or schema version out of ``run``'s folder.
 
     Returns where it is now (``superseded/<arm>/seed=<n>-<hash>``), or ``None`` if there was nothing to move.
     """
     place = paths.run(run.arm, run.seed)
-    if not place.record.exists():
+    if not place.record.exists() or is_finished(paths, run):
         return None
     found, version = _identity(place.record)
-    if (found, version) == (run.config_hash, SCHEMA_VERSION):
-        return None
     name = found[:8] if version == SCHEMA_VERSION else f"{found[:8]}-schema{version}"
     aside, copy = paths.superseded(run.arm, run.seed, name), 1
     while aside.exists():
