@@ -32,7 +32,9 @@ study: env
 	@echo "Runs:      mlflow ui   (in this folder, then http://localhost:5000)"
 	@echo "Commands are in $(BIN): source $(BIN)/activate"
 
+# The CPU kernels are compiled before the two workers start, or each would compile them.
 test: lint
+	qkpipe warm-up
 	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile -m "not slow and not gpu and not slurm"
 
 test-slow: env
