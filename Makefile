@@ -1,4 +1,4 @@
-# make env | study | test | test-slow | lint | schema | profiles | clean
+# make env | study | test | test-slow | kernels-test | device-check | lint | schema | profiles | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ PROFILES := $(or $(XDG_CONFIG_HOME),$(HOME)/.config)/snakemake
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: env study test test-slow lint schema profiles clean
+.PHONY: env study test test-slow kernels-test device-check lint schema profiles clean
 
 env: $(STAMP)
 
@@ -39,6 +39,14 @@ test: lint
 
 test-slow: env
 	OMP_NUM_THREADS=1 pytest -m "slow and not gpu and not slurm"
+
+# The Triton kernels under the interpreter and by static compilation, on the oldest and the newest supported Triton.
+kernels-test: env
+	tests/kernels/run_environments.sh -m "not slow"
+
+# On a machine with a GPU: needs torch, triton and numpy alone, and this checkout installed or on the path.
+device-check:
+	$(PYTHON) -m qkpipe_kernels.device_check --out results/device_check.json
 
 lint: env
 	ruff check

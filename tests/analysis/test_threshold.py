@@ -202,7 +202,7 @@ def test_build_reads_the_healthy_runs_on_disk(tmp_path):
     keys = [RunKey(arm, seed) for arm in ("fp32", "faulty") for seed in (0, 10, 11)]
     write_runs(paths, study, keys)
     runs.aggregate(paths, study, keys)
-    (written,) = build(paths)
+    (written,) = build(paths, study)
     calibrated, paper = read_table(written).to_pylist()
     assert (calibrated["n_calibration"], calibrated["calibration_seeds"]) == (2, "10,11")
     assert (calibrated["arms"], calibrated["sensed_every"], paper["tau"]) == ("fp32", 10, 30.0)

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from qkpipe.config import RunKey, load_study
+from qkpipe.config.claims import check_arms, load_claims
 from qkpipe.errors import BadInput
 
 TINY = Path(__file__).parents[1] / "tiny"
@@ -79,3 +80,36 @@ def test_the_real_study_resolves_and_twins_differ_from_their_arms():
         run = real.resolve(name, 0)
         if run.twin is not None:
             assert real.resolve(run.twin, 0).config_hash != run.config_hash, name
+
+
+def test_patterns_of_a_target_keep_candidate_regimes_apart(study):
+    arms = study(**{"hot.faulty": {"extends": "faulty", "optimizer": {"lr": 0.1}}})
+    assert "hot.faulty" not in {run.arm for run in arms.requested("core")}
+    target = arms.config.targets["core"].model_copy(update={"arms": ["*.*", "faulty"]})
+    arms.config.targets["core"] = target
+    assert {run.arm for run in arms.requested("core")} == {"faulty", "hot.faulty"}
+
+
+def test_a_calibrated_threshold_is_the_scales_and_the_papers_where_it_has_none(study, tmp_path):
+    arm = {"extends": "faulty", "interventions": [{"kind": "guard", "threshold": "calibrated"}]}
+    assert study(own=arm).resolve("own", 0).interventions[0].threshold == 30.0
+    record = {"tau": 21.5, "arm": "fp32", "config_hash": "0" * 64, "calibration_runs": 19}
+    config = yaml.safe_load((TINY / "study.yaml").read_text())
+    config["thresholds"] = {"tiny": record | {"held_out_runs": 0, "held_out_fired": 0}}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(config))
+    assert load_study(tmp_path).resolve("own", 0).interventions[0].threshold == 21.5
+
+
+def test_the_studys_thresholds_belong_to_its_healthy_arms():
+    """A changed healthy arm has other logits: calibrate again (`snakemake calibration held_out`), then write the new numbers."""
+    study = load_study()
+    for scale, threshold in study.config.thresholds.items():
+        run = load_study(study.folder, scale).resolve(threshold.arm, 0)
+        assert run.config_hash == threshold.config_hash, f"thresholds.{scale} was calibrated on another config"
+
+
+def test_the_studys_claims_name_its_arms():
+    study = load_study()
+    claims = load_claims(study.folder)
+    check_arms(claims, study)
+    assert set(claims.arms) <= {run.arm for run in study.requested("core")}

@@ -215,3 +215,31 @@ class TestOrder:
             ("after_update", 0, False),
             ("end_step", 0, False),
         ]
+
+
+class TestLogits:
+    """``steps.max_logit`` is what a guard would have seen in that step."""
+
+    def test_every_step_of_a_reporting_kernel(self, tmp_path):
+        trainer = tiny_trainer(tmp_path, attention=STREAM, train={"accumulation": 2, "telemetry_every": 1})
+        for _ in range(3):
+            trainer.step()
+        rows = trainer.writer.tables["steps"]
+        sensed = trainer.writer.tables["heads"]  # the last micro-batch alone
+        for step, row in enumerate(rows):
+            assert row["max_logit"] >= max(r["max_logit"] for r in sensed if r["step"] == step)
+
+    def test_agrees_with_the_guard_also_beside_a_clean_pass(self, tmp_path):
+        actions = [
+            {"kind": "guard", "threshold": 1e-6, "mode": "log"},
+            {"kind": "splice", "routes": ["qk"]},
+        ]
+        trainer = tiny_trainer(tmp_path, attention=FAULTY, interventions=actions)
+        for _ in range(3):
+            trainer.step()
+            assert trainer.writer.tables["steps"][-1]["max_logit"] == trainer.hooks[0].guard.max_logit()
+
+    def test_null_where_the_kernel_is_silent(self, tmp_path):
+        trainer = tiny_trainer(tmp_path, attention={"kind": "sdpa"})
+        trainer.step()
+        assert trainer.writer.tables["steps"][0]["max_logit"] is None

@@ -31,11 +31,11 @@ import pyarrow.compute as pc
 
 from qkpipe.analysis.statistics import clopper_pearson, upper_bound
 from qkpipe.config import Study
+from qkpipe.config.models import PAPER_TAU
 from qkpipe.errors import BadInput
 from qkpipe.paths import StudyPaths
 from qkpipe.store.parquet import read_runs, read_table, write_table
 
-PAPER_TAU = 30.0
 EARLY = 0.75
 """Share of the horizon that the drift check takes for early."""
 

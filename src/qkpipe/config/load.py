@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from qkpipe.config.models import ArmConfig, RunConfig, ScaleConfig, StudyConfig
+from qkpipe.config.models import PAPER_TAU, ArmConfig, RunConfig, ScaleConfig, StudyConfig
 from qkpipe.errors import BadInput
 
 DEFAULT_CONFIG = Path("workflow/config")
@@ -66,6 +66,7 @@ class Study:
         for ancestor in self._lineage(arm):
             _merge(merged, ancestor.model_dump(exclude_unset=True, exclude={"extends", "abstract"}))
         own = self.arms[arm]
+        merged["interventions"] = [self._calibrated(item) for item in merged.get("interventions") or ()]
         merged |= {
             "scale": self.scale,
             "arm": arm,
@@ -103,6 +104,17 @@ class Study:
         chosen = list(dict.fromkeys(declared if seeds is None else seeds))
         return [RunKey(arm, seed) for arm in arms for seed in chosen]
 
+    @property
+    def tau(self) -> float:
+        """The scale's calibrated guard threshold, else the paper's."""
+        calibrated = self.config.thresholds.get(self.scale)
+        return calibrated.tau if calibrated else PAPER_TAU
+
+    def _calibrated(self, mechanism: dict[str, Any]) -> dict[str, Any]:
+        return (
+            mechanism | {"threshold": self.tau} if mechanism.get("threshold") == "calibrated" else mechanism
+        )
+
     def _matching(self, patterns: Iterable[str]) -> list[str]:
         """Runnable arms that match any pattern, in file order; ``*`` stands for a name without a dot."""
         split = [pattern.split(".") for pattern in patterns]
@@ -131,6 +143,9 @@ class Study:
         for name, scale in self.config.scales.items():
             _known(scale.corpus, self.config.corpora, study, f"scales.{name}.corpus")
             _known(scale.tokenizer, self.config.tokenizers, study, f"scales.{name}.tokenizer")
+        for name, threshold in self.config.thresholds.items():
+            _known(name, self.config.scales, study, "thresholds")
+            _known(threshold.arm, self.runnable, study, f"thresholds.{name}.arm")
         for name, arm in self.arms.items():
             if arm.extends is not None:
                 _known(arm.extends, self.arms, arms, f"{name}.extends")

@@ -280,6 +280,26 @@ class TargetConfig(Frozen):
     n_seeds: Annotated[int, Field(ge=1)] | None = None
 
 
+PAPER_TAU = 30.0
+"""The paper's guard threshold, chosen by eye; used where a scale has none of its own."""
+
+
+class ThresholdConfig(Frozen):
+    """A scale's guard threshold as calibrated, with what it rests on (``tables/threshold``, :mod:`qkpipe.analysis.threshold`).
+
+    An arm says ``threshold: calibrated`` to use it. ``config_hash`` is that of the healthy arm's runs: where it has changed, the
+    number no longer belongs to the scale and has to be calibrated again.
+    """
+
+    tau: Annotated[float, Field(gt=0)]
+    arm: Name
+    config_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    calibration_runs: Annotated[int, Field(ge=1)]
+    held_out_runs: Annotated[int, Field(ge=0)]
+    held_out_fired: Annotated[int, Field(ge=0)]
+    rate_upper: Annotated[float, Field(ge=0, le=1)] | None = None
+
+
 class StudyConfig(Frozen):
     """``study.yaml``."""
 
@@ -289,6 +309,7 @@ class StudyConfig(Frozen):
     scales: dict[Name, ScaleConfig]
     roles: dict[SeedRole, RoleConfig]
     targets: dict[Name, TargetConfig]
+    thresholds: dict[Name, ThresholdConfig] = {}
 
     @field_validator("roles")
     @classmethod

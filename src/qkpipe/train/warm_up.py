@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from qkpipe.numerics import StreamPrecision, attention_stats, streaming_attention
+from qkpipe.numerics import StreamPrecision, attention_stats, quantize_mx, streaming_attention
 from qkpipe.numerics.precision import MODES
+from qkpipe.numerics.spectra import leading_triplets
 
 
 def warm_up() -> None:
@@ -15,4 +16,7 @@ def warm_up() -> None:
         precision = StreamPrecision.uniform(2, io=7, mode=mode)
         out, _ = streaming_attention(q, k, v, tile=4, precision=precision, return_stats=True)
         out.sum().backward()
+    leading_triplets(torch.eye(8).expand(2, 8, 8), 3)
+    for fmt in ("mxfp4", "nvfp4"):  # the two compiled families: power-of-two scales, and E4M3 scales
+        quantize_mx(torch.ones(2, 32), fmt)
     attention_stats(q.detach(), k.detach(), v.detach(), out.detach(), torch.ones_like(out))
