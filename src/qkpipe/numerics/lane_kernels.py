@@ -258,7 +258,6 @@ def _each_chunk(builder, first, stop, columns) -> Iterator[tuple]:
 
 def _kernel(emit) -> Callable:
     """An intrinsic from its emission `emit(builder, ...)`: arrays arrive as pointers, numbers as values."""
-    names = emit.__code__.co_varnames[1 : emit.__code__.co_argcount]
 
     def implementation(typing, *arguments):
         wanted = [a if isinstance(a, types.Array) else _scalar(a) for a in arguments]
