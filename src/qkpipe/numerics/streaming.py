@@ -225,8 +225,9 @@ def _check_inputs(
 
 
 def _empty_stats(q: torch.Tensor) -> StreamStats:
-    nan = torch.full(q.shape[:2], torch.nan, device=q.device)
-    return StreamStats(nan.clone(), nan.clone(), nan.clone(), nan, torch.zeros_like(nan, dtype=torch.int64))
+    unknown = torch.full((4, *q.shape[:2]), torch.nan, device=q.device)
+    fallbacks = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
+    return StreamStats(*unknown.unbind(), fallbacks)
 
 
 class _StreamingAttention(torch.autograd.Function):

@@ -21,7 +21,8 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from numba import njit
+from numba import carray, njit, types
+from numba.extending import intrinsic
 
 from qkpipe.numerics import lane_kernels as lanes
 from qkpipe.numerics.exp_log import log_nb
@@ -56,8 +57,7 @@ def forward(q, k, v, call, stats):
     lse = torch.empty(q.shape[:3])
     kept = stats if stats is not None else _UNWANTED
     _forward_kernel(
-        *_flat(q, k, v, out, o_delta, lse),
-        *_flat(kept.max_logit, kept.entropy, kept.tied_fallbacks),
+        _addresses(q, k, v, out, o_delta, lse, kept.max_logit, kept.entropy, kept.tied_fallbacks),
         *_shape(q, k),
         *_constants(call),
         call.tile,
@@ -78,8 +78,7 @@ def backward(q, k, v, o_delta, lse, do, call, stats):
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     kept = stats if stats is not None else _UNWANTED
     _backward_kernel(
-        *_flat(q, k, v, o_delta, lse, do, dq, dk, dv),
-        *_flat(kept.residual_r, kept.residual_mean),
+        _addresses(q, k, v, o_delta, lse, do, dq, dk, dv, kept.residual_r, kept.residual_mean),
         *_shape(q, k),
         *_constants(call),
         stats is not None,
@@ -96,8 +95,9 @@ class _UNWANTED:
     tied_fallbacks = torch.empty(0, dtype=torch.int64)
 
 
-def _flat(*tensors):
-    return [x.detach().view(-1).numpy() for x in tensors]
+def _addresses(*tensors):
+    """Contiguous tensors as the kernels take them: unpacking so many arrays would cost a small call dearly."""
+    return np.array([x.data_ptr() for x in tensors])
 
 
 def _shape(q, k):
@@ -118,8 +118,22 @@ def _table(precision: StreamPrecision) -> np.ndarray:
     return lanes.rounding_table([getattr(precision, quantity) for quantity in ROUNDING_POINTS.values()])
 
 
+@intrinsic
+def _as_pointer(typing, address):
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.intp), codegen
+
+
 # No reference counting inside: it would cost a helper more than its loop. The kernels own every array.
 _helper = njit(nogil=True, error_model="numpy", _nrt=False)
+
+
+@njit(nogil=True)
+def _floats(address, size):
+    """The float32 tensor at an address, flat."""
+    return carray(_as_pointer(address), size, F32)
 
 
 @_helper
@@ -180,9 +194,16 @@ def _shift_tied_maximum(s_KL, first, stop, top_L, beta, beta_less_1, first_lane,
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _forward_kernel(
-    q, k, v, out, o_delta, lse_out, max_logit, entropy, tied_fallbacks, B, H, H_kv, Tq, Tk, D, causal, scale,
-    at, tile, want_stats, delta, lse_exact, compensated, beta, beta_less_1, out_gain,
+    addresses, B, H, H_kv, Tq, Tk, D, causal, scale, at, tile, want_stats, delta, lse_exact, compensated, beta,
+    beta_less_1, out_gain,
 ):  # fmt: skip
+    q_size, k_size, heads = B * H * Tq * D, B * H_kv * Tk * D, B * H
+    q, k, v = _floats(addresses[0], q_size), _floats(addresses[1], k_size), _floats(addresses[2], k_size)
+    out, o_delta, lse_out = (
+        _floats(addresses[3], q_size), _floats(addresses[4], q_size), _floats(addresses[5], heads * Tq)
+    )  # fmt: skip
+    max_logit, entropy = _floats(addresses[6], heads), _floats(addresses[7], heads)
+    tied_fallbacks = carray(_as_pointer(addresses[8]), heads, np.int64)
     tile = min(tile, Tk)
     group = H // H_kv
     padded = (D + COLUMNS - 1) // COLUMNS * COLUMNS
@@ -301,9 +322,15 @@ def _forward_kernel(
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _backward_kernel(
-    q, k, v, o_delta, lse_in, do, dq, dk, dv, residual_r, residual_mean, B, H, H_kv, Tq, Tk, D, causal, scale,
-    at, want_stats, delta, delta_gain,
+    addresses, B, H, H_kv, Tq, Tk, D, causal, scale, at, want_stats, delta, delta_gain,
 ):  # fmt: skip
+    q_size, k_size, heads = B * H * Tq * D, B * H_kv * Tk * D, B * H
+    q, k, v = _floats(addresses[0], q_size), _floats(addresses[1], k_size), _floats(addresses[2], k_size)
+    o_delta, lse_in, do = (
+        _floats(addresses[3], q_size), _floats(addresses[4], heads * Tq), _floats(addresses[5], q_size)
+    )  # fmt: skip
+    dq, dk, dv = _floats(addresses[6], q_size), _floats(addresses[7], k_size), _floats(addresses[8], k_size)
+    residual_r, residual_mean = _floats(addresses[9], heads), _floats(addresses[10], heads)
     group = H // H_kv
     padded = (D + COLUMNS - 1) // COLUMNS * COLUMNS
     head_KD = np.zeros((Tk, padded), F32)
