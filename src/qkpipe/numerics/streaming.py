@@ -100,7 +100,7 @@ class StreamStats:
 
 
 class Call(NamedTuple):
-    """One call's constants."""
+    """One call's constants. `only_stats`: a path may leave what is not a statistic or LSE undone."""
 
     causal: bool
     scale: float
@@ -109,6 +109,7 @@ class Call(NamedTuple):
     repair: StreamRepair
     seed: int
     stats: bool
+    only_stats: bool = False
 
 
 def streaming_attention(
@@ -191,7 +192,7 @@ def attention_stats(
             raise BadInput(
                 f"{name}: {tuple(x.shape)} {x.dtype}; allowed: float32 of q's shape {tuple(q.shape)}"
             )
-    call = Call(causal, scale, k.shape[2], StreamPrecision(), StreamRepair(lse="exact"), 0, True)
+    call = Call(causal, scale, k.shape[2], StreamPrecision(), StreamRepair(lse="exact"), 0, True, True)
     stats = _empty_stats(q)
     q, k, v = q.detach(), k.detach(), v.detach()
     path = _path(q)

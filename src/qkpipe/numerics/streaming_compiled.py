@@ -68,6 +68,7 @@ def forward(q, k, v, call, stats):
         F32(repair.tied_max_beta or 0),
         F32((repair.tied_max_beta or 0) - 1),
         F32(repair.out_gain),
+        call.only_stats,
     )
     return out, o_delta, lse
 
@@ -84,6 +85,7 @@ def backward(q, k, v, o_delta, lse, do, call, stats):
         stats is not None,
         DELTA[call.repair.delta],
         F32(call.repair.delta_gain),
+        call.only_stats,
     )
     return dq, dk, dv
 
@@ -195,7 +197,7 @@ def _shift_tied_maximum(s_KL, first, stop, top_L, beta, beta_less_1, first_lane,
 @njit(cache=True, nogil=True, error_model="numpy")
 def _forward_kernel(
     addresses, B, H, H_kv, Tq, Tk, D, causal, scale, at, tile, want_stats, delta, lse_exact, compensated, beta,
-    beta_less_1, out_gain,
+    beta_less_1, out_gain, only_stats,
 ):  # fmt: skip
     q_size, k_size, heads = B * H * Tq * D, B * H_kv * Tk * D, B * H
     q, k, v = _floats(addresses[0], q_size), _floats(addresses[1], k_size), _floats(addresses[2], k_size)
@@ -252,7 +254,7 @@ def _forward_kernel(
             l_low[:] = ZERO
             acc_LD[:] = ZERO
             low_LD[:] = ZERO
-            for t in range((keys + tile - 1) // tile):
+            for t in range(NONE if only_stats else (keys + tile - 1) // tile):
                 first, stop = t * tile, min(t * tile + tile, keys)
                 first_lane = max(NONE, first - block_start) if causal else NONE
 
@@ -322,7 +324,7 @@ def _forward_kernel(
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _backward_kernel(
-    addresses, B, H, H_kv, Tq, Tk, D, causal, scale, at, want_stats, delta, delta_gain,
+    addresses, B, H, H_kv, Tq, Tk, D, causal, scale, at, want_stats, delta, delta_gain, only_stats,
 ):  # fmt: skip
     q_size, k_size, heads = B * H * Tq * D, B * H_kv * Tk * D, B * H
     q, k, v = _floats(addresses[0], q_size), _floats(addresses[1], k_size), _floats(addresses[2], k_size)
@@ -433,7 +435,7 @@ def _backward_kernel(
             vanish = head_error == 0.0 and head_size == 0.0
             residual_r[bh] = ZERO if vanish else F32(head_error / head_size)
             residual_mean[bh] = F32(head_sum / Tq)
-        if h % group == group - 1:
+        if h % group == group - 1 and not only_stats:
             lanes.narrow_rows(dk_KD, head_KD, Tk, padded, scale, OUT_DK, at, kv_row * D, D)
             _store(head_KD, Tk, D, dk, kv_row * D)
             lanes.narrow_rows(dv_KD, head_KD, Tk, padded, F32(1), OUT_DV, at, kv_row * D, D)
