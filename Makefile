@@ -1,4 +1,4 @@
-# make env | study | test | test-slow | lint | schema | profiles | clean
+# make env | study | test | test-slow | bench | lint | schema | profiles | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ PROFILES := $(or $(XDG_CONFIG_HOME),$(HOME)/.config)/snakemake
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: env study test test-slow lint schema profiles clean
+.PHONY: env study test test-slow bench lint schema profiles clean
 
 env: $(STAMP)
 
@@ -37,6 +37,10 @@ test: lint
 
 test-slow: env
 	OMP_NUM_THREADS=1 pytest -m "slow and not gpu and not slurm"
+
+bench: env
+	snakemake benchmark --force --config scale=$(SCALE)
+	@echo "Table: results/$(SCALE)/benchmark/operators.parquet   Figure: results/$(SCALE)/figures/benchmark.png"
 
 lint: env
 	ruff check
