@@ -1,4 +1,4 @@
-# make env | study | test | test-slow | kernels-test | device-check | lint | schema | profiles | clean
+# make env | study | test | test-slow | bench | kernels-test | device-check | lint | schema | profiles | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ PROFILES := $(or $(XDG_CONFIG_HOME),$(HOME)/.config)/snakemake
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: env study test test-slow kernels-test device-check lint schema profiles clean
+.PHONY: env study test test-slow bench kernels-test device-check lint schema profiles clean
 
 env: $(STAMP)
 
@@ -39,6 +39,10 @@ test: lint
 
 test-slow: env
 	OMP_NUM_THREADS=1 pytest -m "slow and not gpu and not slurm"
+
+bench: env
+	snakemake benchmark --force --config scale=$(SCALE)
+	@echo "Table: results/$(SCALE)/benchmark/operators.parquet   Figure: results/$(SCALE)/figures/benchmark.png"
 
 # The Triton kernels under the interpreter and by static compilation, on the oldest and the newest supported Triton.
 kernels-test: env

@@ -26,6 +26,7 @@ RANKS = {
     "store": 4,
     "analysis": 5,
     "report": 6,
+    "bench": 7,
 }
 # Plain data that every room may name: where files lie, the columns in them, the quantities of the recurrence.
 SHARED = {

@@ -81,6 +81,11 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     command("database", _database, "build study.duckdb")
     mirror = command("mirror", _mirror, "mirror finished runs into MLflow (mlflow.db in the root)")
     mirror.add_argument("--watch", action="store_true", help="go on, following runs as they train")
+    bench = command("bench", _bench, "time the operators and a training step against their peers")
+    bench.add_argument("--arm", default="fp32", help="whose training step (fp32)")
+    bench.add_argument(
+        "--quick", action="store_true", help="small sizes: whether it works, not how fast it is"
+    )
     command("schema", _schema, "write the JSON schemas of the config files")
     return parser
 
@@ -199,6 +204,14 @@ def _mirror(args: argparse.Namespace) -> None:
 
     study, paths = _study(args)
     mirror(paths, study, watch=args.watch)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    study, paths = _study(args)
+    run = study.resolve(args.arm, 0)
+    from qkpipe.bench.benchmark import build
+
+    return 0 if all(row["gate"] for row in build(run, paths, quick=args.quick)) else 1
 
 
 def _schema(args: argparse.Namespace) -> None:

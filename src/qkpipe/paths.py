@@ -85,6 +85,10 @@ class StudyPaths:
         return self.results / "figures" / f"{name}.{suffix}"
 
     @property
+    def benchmark(self) -> Path:
+        return self.results / "benchmark" / "operators.parquet"
+
+    @property
     def report(self) -> Path:
         return self.results / "report" / "index.html"
 

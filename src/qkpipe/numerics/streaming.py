@@ -100,7 +100,7 @@ class StreamStats:
 
 
 class Call(NamedTuple):
-    """One call's constants."""
+    """One call's constants. `only_stats`: a path may leave what is not a statistic or LSE undone."""
 
     causal: bool
     scale: float
@@ -109,6 +109,7 @@ class Call(NamedTuple):
     repair: StreamRepair
     seed: int
     stats: bool
+    only_stats: bool = False
 
 
 def streaming_attention(
@@ -191,7 +192,7 @@ def attention_stats(
             raise BadInput(
                 f"{name}: {tuple(x.shape)} {x.dtype}; allowed: float32 of q's shape {tuple(q.shape)}"
             )
-    call = Call(causal, scale, k.shape[2], StreamPrecision(), StreamRepair(lse="exact"), 0, True)
+    call = Call(causal, scale, k.shape[2], StreamPrecision(), StreamRepair(lse="exact"), 0, True, True)
     stats = _empty_stats(q)
     q, k, v = q.detach(), k.detach(), v.detach()
     path = _path(q)
@@ -225,8 +226,9 @@ def _check_inputs(
 
 
 def _empty_stats(q: torch.Tensor) -> StreamStats:
-    nan = torch.full(q.shape[:2], torch.nan, device=q.device)
-    return StreamStats(nan.clone(), nan.clone(), nan.clone(), nan, torch.zeros_like(nan, dtype=torch.int64))
+    unknown = torch.full((4, *q.shape[:2]), torch.nan, device=q.device)
+    fallbacks = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
+    return StreamStats(*unknown.unbind(), fallbacks)
 
 
 class _StreamingAttention(torch.autograd.Function):
