@@ -105,7 +105,9 @@ def test_the_studys_thresholds_belong_to_its_healthy_arms():
     study = load_study()
     for scale, threshold in study.config.thresholds.items():
         run = load_study(study.folder, scale).resolve(threshold.arm, 0)
-        assert run.config_hash == threshold.config_hash, f"thresholds.{scale} was calibrated on another config"
+        assert run.config_hash == threshold.config_hash, (
+            f"thresholds.{scale} was calibrated on another config"
+        )
 
 
 def test_the_studys_claims_name_its_arms():

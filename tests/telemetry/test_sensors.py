@@ -217,8 +217,10 @@ def test_every_column_is_filled_where_it_should_be(tmp_path, attention):
             empty = {"coherence"} if row["step"] == 0 else set()
             empty |= {"val_loss"} if row["step"] not in (2, 4) else set()
             if (
-                row.get("route") == "embed" and row["layer"] >= 0
-            ):  # the gains of two norms, which are not quantized
+                name == "steps" and attention["kind"] == "sdpa"
+            ):  # torch's kernels keep their logits to themselves
+                empty |= {"max_logit"}
+            if row.get("route") == "embed" and row["layer"] >= 0:  # the gains of two norms are not quantized
                 empty = {"error_norm", "error_mean", "coherence"}
             for column, value in row.items():
                 assert (value is None) == (column in empty), (name, row["step"], column)
