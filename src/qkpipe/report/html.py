@@ -28,7 +28,7 @@ MEASURES = ("loss", "sigma_q", "max_logit")
 def build(paths: StudyPaths, study: Study, template: Path = TEMPLATE) -> Path:
     """Write ``report/index.html`` from the analysis tables and the figures; returns its path.
 
-    ``claims`` is shown where it exists; every other table and every figure has to be there (:class:`BadInput` names it).
+    ``claims``, ``threshold`` and ``regime`` are shown where they exist; every other table and every figure has to be there (:class:`BadInput` names it).
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(template.parent),
@@ -69,6 +69,8 @@ def context(paths: StudyPaths, study: Study) -> dict[str, Any]:
         "claim_exclusions": _rows_if_there(paths.analysis("claim_exclusions")),
         "contrasts": _rows(paths.table("contrasts")),
         "firings": _rows(paths.analysis("guard_firing")),
+        "thresholds": _rows_if_there(paths.table("threshold")),
+        "regimes": _rows_if_there(paths.table("regime")),
         "exclusions": _rows(paths.analysis("exclusions")),
         "figures": [_figure(name, paths) for name in FIGURES],
         "arms": [arm | _arm(arm["arm"], runs, curves, events, records, scales, paths) for arm in summary],
