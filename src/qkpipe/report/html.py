@@ -28,7 +28,8 @@ MEASURES = ("loss", "sigma_q", "max_logit")
 def build(paths: StudyPaths, study: Study, template: Path = TEMPLATE) -> Path:
     """Write ``report/index.html`` from the analysis tables and the figures; returns its path.
 
-    ``claims``, ``threshold`` and ``regime`` are shown where they exist; every other table and every figure has to be there (:class:`BadInput` names it).
+    ``claims``, ``threshold`` and ``regime`` are shown where they exist; every other table and every figure has to be there
+    (:class:`BadInput` names it).
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(template.parent),
