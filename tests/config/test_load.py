@@ -114,4 +114,5 @@ def test_the_studys_claims_name_its_arms():
     study = load_study()
     claims = load_claims(study.folder)
     check_arms(claims, study)
-    assert set(claims.arms) <= {run.arm for run in study.requested("core")}
+    for target in ("core", "confirm"):
+        assert set(claims.arms) <= {run.arm for run in study.requested(target)}
