@@ -13,8 +13,9 @@ from qkpipe.config import RunConfig, RunKey, Study
 from qkpipe.paths import StudyPaths
 from qkpipe.store.scan import scan
 
-ASSUMED_FLOPS = {"cpu": 3.5e10, "cuda": 2.0e14}
-"""Sustained FLOP/s of one CPU thread and of one data-centre GPU; used only until a run has been timed."""
+ASSUMED_FLOPS = {"cpu": 1.8e10, "cuda": 2.0e14}
+"""Sustained FLOP/s of one CPU thread (12,500 tokens a second at scale micro, two runs at a time) and of one data-centre GPU
+(stated, not measured); used only until a run has been timed."""
 
 _COST = "{:<14} {:<12} {:>6} {:>8} {:>12} {:>13}  {}"
 
