@@ -124,6 +124,11 @@ def split_arm(arm: str) -> tuple[str, str]:
     return regime or OWN, name
 
 
+def is_candidate(arm: str) -> bool:
+    """Whether an arm belongs to a candidate regime: judged in ``tables/regime``, and in no figure of the study."""
+    return split_arm(arm)[0] != OWN
+
+
 def setting_of(study: Study, arm: str) -> dict[str, Any]:
     """What a regime varies, read from the resolved config of its first collapsing arm."""
     run = study.resolve(arm, seed=0)

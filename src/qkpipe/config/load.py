@@ -80,7 +80,7 @@ class Study:
             "tokenizer": self.config.tokenizers[scale.tokenizer].model_dump(),
         }
         run = _validated(RunConfig, arms_file, {k: v for k, v in merged.items() if v is not None}, prefix=arm)
-        for mechanism in (*run.faults, *run.interventions, *([run.probe] if run.probe else [])):
+        for mechanism in run.mechanisms:
             try:
                 mechanism.check(run)
             except BadInput as error:

@@ -345,6 +345,11 @@ class RunConfig(Frozen):
     probe: Probe | None = None
     train_version: int = TRAIN_VERSION
 
+    @property
+    def mechanisms(self) -> list[Any]:
+        """Faults, interventions and the probe, in the order in which they act within a stage of a step."""
+        return [*self.faults, *self.interventions, *([self.probe] if self.probe else [])]
+
     def identity(self) -> dict[str, Any]:
         """What the config hash covers: all but names, prose, the seed, and how often a checkpoint is written."""
         labels = {"arm", "seed", "description", "group", "twin", "corpus_name", "tokenizer_name", "scale"}

@@ -7,6 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from qkpipe.analysis.regime import is_candidate
 from qkpipe.paths import StudyPaths
 from qkpipe.report import style
 from qkpipe.store.parquet import read_table
@@ -23,8 +24,8 @@ MEASURES = ("loss", "sigma_q", "max_logit")
 
 def figure(paths: StudyPaths) -> Figure:
     """Drawn from ``dissociation``, ``curves`` and ``runs`` alone."""
-    # A candidate regime's arms have a dot in their names; they are judged in a table of their own.
-    arms = [arm for arm in read_table(paths.analysis("dissociation")).to_pylist() if "." not in arm["arm"]]
+    every_arm = read_table(paths.analysis("dissociation")).to_pylist()
+    arms = [arm for arm in every_arm if not is_candidate(arm["arm"])]
     curves = read_table(paths.analysis("curves")).to_pandas()
     runs = read_table(paths.analysis("runs")).to_pandas()
     colours = style.group_colours(arm["group"] for arm in arms)

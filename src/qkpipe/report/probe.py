@@ -5,6 +5,7 @@ from __future__ import annotations
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from qkpipe.analysis.regime import is_candidate
 from qkpipe.paths import StudyPaths
 from qkpipe.report import style
 from qkpipe.store.parquet import read_table
@@ -23,9 +24,7 @@ MEASURES = ("sigma_q", "max_logit", "loss", "on_fraction")
 def figure(paths: StudyPaths) -> Figure:
     """Drawn from ``probe_curves`` alone; references are grey (their own arms say which), probed arms coloured."""
     curves = read_table(paths.analysis("probe_curves")).to_pandas()
-    curves = curves[
-        ~curves["arm"].str.contains(".", regex=False)
-    ]  # candidate regimes have a table of their own
+    curves = curves[~curves["arm"].map(is_candidate).astype(bool)]
     probes = curves.drop_duplicates("arm").set_index("arm")["probe"]
     colours = style.arm_colours(probes[probes != "none"].index, probes[probes == "none"].index)
     fig, axes = plt.subplots(

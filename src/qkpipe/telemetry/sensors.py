@@ -43,7 +43,7 @@ class Sensors:
             stats = tap.statistics()
             logit_H = stats.max_logit.amax(0)
             entropy_H = stats.entropy.mean(0)
-            normalised = tap.q is not tap.q_raw and tap.q.data_ptr() != tap.q_raw.data_ptr()
+            normalised = tap.q.data_ptr() != tap.q_raw.data_ptr()
             raw_H = max_logit_per_head(tap.q_raw, tap.k_raw, attention.scale) if normalised else logit_H
             writer.add(
                 "layers",

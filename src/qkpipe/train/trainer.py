@@ -64,8 +64,7 @@ class Trainer:
         self.context = BuildContext(
             run, self.model, self.optimizer, writer, self.errors, self._clean_gradients
         )
-        mechanisms = [*run.faults, *run.interventions, *([run.probe] if run.probe else [])]
-        self.hooks: list[Hook] = [mechanism.build(self.context) for mechanism in mechanisms]
+        self.hooks: list[Hook] = [mechanism.build(self.context) for mechanism in run.mechanisms]
 
     def step(self) -> StepResult:
         """Forward, backward, faults, splice, clip, update, probe; one row of ``steps``."""
