@@ -49,3 +49,19 @@ def test_many_runs_are_read_in_order_and_none_gives_an_empty_table(tmp_path):
     assert read_runs(folders, "events", ["run_id"])["run_id"].to_pylist() == ["2", "1"]
     empty = read_runs([], "events")
     assert empty.num_rows == 0 and empty.schema.equals(TABLES["events"])
+
+
+def test_a_column_that_older_runs_lack_is_null(tmp_path):
+    from qkpipe.paths import RunPaths
+
+    old, new = RunPaths(tmp_path / "old"), RunPaths(tmp_path / "new")
+    schema = TABLES["layers"]
+    write_table(new.table("layers"), [{"run_id": "b", "step": 0, "update_coherence": 0.5}], schema)
+    earlier = pa.schema([field for field in schema if field.name != "update_coherence"])
+    write_table(old.table("layers"), [{"run_id": "a", "step": 0}], earlier)
+    both = read_runs([old, new], "layers")
+    assert both.schema.equals(schema) and both["update_coherence"].to_pylist() == [None, 0.5]
+    assert read_runs([old], "layers", ["step", "update_coherence"]).column_names == [
+        "step",
+        "update_coherence",
+    ]

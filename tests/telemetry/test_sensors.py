@@ -1,6 +1,7 @@
 """Sensor rows against direct float64 computation."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -214,7 +215,7 @@ def test_every_column_is_filled_where_it_should_be(tmp_path, attention):
     for name, found in tables.items():
         for row in found:
             assert {"run_id", *row} == set(TABLES[name].names)
-            empty = {"coherence"} if row["step"] == 0 else set()
+            empty = {"coherence", "update_coherence"} if row["step"] == 0 else set()
             empty |= {"val_loss"} if row["step"] not in (2, 4) else set()
             if (
                 name == "steps" and attention["kind"] == "sdpa"
@@ -237,3 +238,36 @@ def test_taps_are_removed_and_sensing_changes_no_bit(tmp_path):
             assert all(attention.tap is None for attention in trainer.model.attentions)
         runs.append(weights(trainer))
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_spectral_alignment_is_the_share_of_tokens_on_one_side(tmp_path):
+    trainer = tiny_trainer(tmp_path, **LIVELY)
+    inputs = []
+    for attention in trainer.model.attentions:
+        attention.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach().double()))
+    before = weights(trainer)
+    trainer.step()
+    for layer in (0, 1):
+        W_Q = before[f"blocks.{layer}.attention.W_Q.weight"].double()
+        side = (inputs[layer] @ torch.linalg.svd(W_Q).Vh[0]).sign()
+        assert rows(trainer, "layers", layer=layer)["spectral_alignment"] == pytest.approx(
+            abs(float(side.mean())), abs=1e-9
+        )
+
+
+def test_update_coherence_counts_the_updates_before_the_look(tmp_path):
+    """An EMA of the agreement of successive updates, which starts at the first agreement."""
+    trainer = tiny_trainer(tmp_path, train={"telemetry_every": 1})
+    seen = [weights(trainer)]
+    for _ in range(4):
+        trainer.step()
+        seen.append(weights(trainer))
+    for layer in (0, 1):
+        names = [f"blocks.{layer}.attention.{W}.weight" for W in ("W_Q", "W_K")]
+        signs = [
+            torch.cat([(new[n] - old[n]).sign().flatten() for n in names]) for old, new in pairwise(seen)
+        ]
+        agreements = [float((a * b).double().mean()) for a, b in pairwise(signs)]
+        found = [rows(trainer, "layers", step=s, layer=layer)["update_coherence"] for s in range(4)]
+        assert found[:2] == [None, None]
+        assert found[2:] == pytest.approx([agreements[0], 0.9 * agreements[0] + 0.1 * agreements[1]])

@@ -10,6 +10,7 @@ import pandas as pd
 import pyarrow as pa
 
 from qkpipe.analysis.curves import CURVES, last_finite, peak_finite, run_curves
+from qkpipe.analysis.settings import settings
 from qkpipe.analysis.verdict import PAPER, PRIMARY, judge, smooth
 from qkpipe.config import RunKey, Study
 from qkpipe.paths import StudyPaths
@@ -62,6 +63,7 @@ def describe(run: CompletedRun, curves: pd.DataFrame) -> dict[str, Any]:
     ema = pd.Series(smooth(steps["loss"]))
     return {
         **run.config.labels(),
+        **settings(run.config),
         "twin": run.config.twin,
         "steps_planned": record["steps_planned"],
         "steps_done": record["steps_done"],

@@ -54,6 +54,7 @@ def make_kernel(config: AttentionConfig) -> AttentionKernel:
 class Tap:
     """What one attention layer did in one forward and backward, for telemetry; filled when armed."""
 
+    x: Tensor | None = None
     q_raw: Tensor | None = None
     k_raw: Tensor | None = None
     q: Tensor | None = None
@@ -117,6 +118,7 @@ class Attention(nn.Module):
             if self.qk_site is not None:
                 self.qk_site.sense(q, k, self.scale, max_logit_BH)
         if self.tap is not None:
+            self.tap.x = x_BTD.detach()
             self._record(q_raw, k_raw, q, k, v, out_BHTK, stats)
         B, _, T, _ = out_BHTK.shape
         return self.W_O(out_BHTK.transpose(1, 2).reshape(B, T, -1))

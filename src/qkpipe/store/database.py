@@ -59,7 +59,7 @@ def build(paths: StudyPaths, copy_limit: int = COPY_LIMIT) -> Path:
                 _copy(connection, name, files, copy_limit)
             connection.execute(
                 "CREATE MACRO telemetry(root, name) AS TABLE SELECT * FROM "
-                "read_parquet(root || '/runs/*/seed=*/' || name || '.parquet', hive_partitioning = false) "
+                "read_parquet(root || '/runs/*/seed=*/' || name || '.parquet', hive_partitioning = false, union_by_name = true) "
                 "WHERE run_id IN (SELECT run_id FROM runs)"
             )
         os.replace(temporary, paths.database)
@@ -86,7 +86,10 @@ def _copy(connection: duckdb.DuckDBPyConnection, name: str, files: list[Path], l
     if not files:
         return
     source = duckdb.read_parquet(
-        [str(file) for file in files], connection=connection, hive_partitioning=False
+        [str(file) for file in files],
+        connection=connection,
+        hive_partitioning=False,
+        union_by_name=name in RUN_TABLES,
     )
     if name in RUN_TABLES and source.count("*").fetchone()[0] > limit:
         return

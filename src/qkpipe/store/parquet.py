@@ -41,8 +41,18 @@ def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
 
 
 def read_runs(runs: Iterable[RunPaths], name: str, columns: list[str] | None = None) -> pa.Table:
-    """Telemetry table ``name`` of many runs, one after the other; empty with its schema where there are none."""
-    tables = [read_table(run.table(name), columns) for run in runs]
-    if tables:
-        return pa.concat_tables(tables)
-    return TABLES[name].empty_table().select(columns or TABLES[name].names)
+    """Telemetry table ``name`` of many runs, one after the other; empty with its schema where there are none.
+
+    A column that a file is too old to have is null.
+    """
+    columns = columns or TABLES[name].names
+    tables = [_conform(read_table(run.table(name), columns), name, columns) for run in runs]
+    return pa.concat_tables(tables) if tables else TABLES[name].empty_table().select(columns)
+
+
+def _conform(table: pa.Table, name: str, columns: list[str]) -> pa.Table:
+    """``columns`` of telemetry table ``name``, null where the file is older than the column."""
+    for column in columns:
+        if column not in table.column_names:
+            table = table.append_column(column, pa.nulls(table.num_rows, TABLES[name].field(column).type))
+    return table.select(columns)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 SCHEMA_VERSION = 1
+"""Raised when a column goes or changes its meaning; a new nullable column is null in the files of older runs."""
 
 _INT = pa.int64()
 _F32 = pa.float32()
@@ -38,6 +39,9 @@ TABLES: dict[str, pa.Schema] = {
     ),
     # One row a layer every `telemetry.every` steps. sigma_qk_max: largest singular value over heads of W_Q^h' W_K^h with
     # the normalisation gain. entropy in nat. residual_*: row sums of dS (study.md), null where no backward is observable.
+    # update_coherence: EMA 0.9 of mean sign(D_t-1)*sign(D_t-2) of the updates of W_Q and W_K, null before the third step.
+    # spectral_alignment: |mean over tokens of sign(v'x)|, v the leading right singular vector of W_Q and x its input: 1 where
+    # every token lies on one side of it (loss of sign diversity: Qiu et al. 2025, arXiv 2510.04202).
     "layers": _schema(
         run_id=_STR,
         step=_INT,
@@ -52,6 +56,8 @@ TABLES: dict[str, pa.Schema] = {
         entropy_min=_F64,
         residual_r=_F64,
         residual_mean=_F64,
+        update_coherence=_F64,
+        spectral_alignment=_F64,
     ),
     # max_logit: as applied; max_logit_raw: without QK normalisation. Both after the scale, before any rounding.
     "heads": _schema(
@@ -94,6 +100,35 @@ RUNS: pa.Schema = _schema(
     model=_STR,
     optimizer=_STR,
     twin=_STR,
+    tokenizer=_STR,
+    d_model=_INT,
+    n_layers=_INT,
+    d_head=_INT,
+    context=_INT,
+    optimizer_name=_STR,
+    lr=_F64,
+    beta1=_F64,
+    warmup=_INT,
+    attention=_STR,
+    tile=_INT,
+    tiles=_INT,
+    quantities=_STR,
+    bits=_INT,
+    rounding=_STR,
+    repair=_STR,
+    attention_gain=_F64,
+    fault=_STR,
+    structure=_STR,
+    hold=_F64,
+    placement=_STR,
+    fault_gain=_F64,
+    correction=_STR,
+    threshold=_F64,
+    probe_action=_STR,
+    probe_k=_INT,
+    probe_side=_STR,
+    probe_directions=_STR,
+    probe_start_step=_INT,
     seed=_INT,
     seed_role=_STR,
     steps_planned=_INT,
@@ -118,4 +153,13 @@ RUNS: pa.Schema = _schema(
     data_hash=_STR,
     code_version=_STR,
 )
-"""One row a run, in ``analysis/runs.parquet`` and in the database; losses are the EMA 0.95 of the training loss."""
+"""One row a run, in ``analysis/runs.parquet`` and in the database; losses are the EMA 0.95 of the training loss.
+
+Columns from ``tokenizer`` to ``probe_start_step`` are the run's settings, to select by. ``beta1``: of AdamW, the momentum of SGD.
+``tile``, ``tiles``: keys a tile and tiles a row of a full context, null for torch's own attention. ``quantities``: those of the
+recurrence that are rounded (``all``, ``none``, or names joined by +), ``bits`` the fewest explicit mantissa bits among them,
+``rounding`` their modes; ``repair``: source-local repairs; ``attention_gain``: the largest amplification of the recurrence's
+error. ``fault``: kinds of the faults outside attention; ``hold``: steps for which an injected error keeps its signs (infinite: for the
+whole run). ``correction``: kinds of what acts against a collapse (interventions that act, ``repair``, ``qk_norm``), ``threshold``
+that of a live trigger.
+"""

@@ -9,8 +9,9 @@ import torch
 from qkpipe.guard import max_logit_per_head
 from qkpipe.model.attention import Tap
 from qkpipe.model.transformer import Transformer, route_of
-from qkpipe.numerics.spectra import leading_values_batched, sigma_qk_max
+from qkpipe.numerics.spectra import leading_triplets, leading_values_batched, sigma_qk_max
 from qkpipe.telemetry.errors import GradientErrors
+from qkpipe.telemetry.updates import UpdateSigns
 from qkpipe.telemetry.writer import PartWriter
 
 
@@ -23,6 +24,7 @@ class Sensors:
     def __init__(self, model: Transformer) -> None:
         self._model = model
         self._spectral_state: dict[str, Any] = {}
+        self.updates = UpdateSigns(model)
         groups: dict[tuple[int, str], list[tuple[str, torch.nn.Parameter]]] = {}
         for name, parameter in model.named_parameters():
             route, layer = route_of(name)
@@ -38,6 +40,8 @@ class Sensors:
     def read(self, step: int, writer: PartWriter, errors: GradientErrors) -> None:
         """Write this step's rows to ``layers``, ``heads`` and ``routes``."""
         spectra = self._spectra()
+        V_LDK = self._leading_inputs()
+        coherence = self.updates.coherence or [None] * len(V_LDK)
         for layer, attention in enumerate(self._model.attentions):
             tap, attention.tap = attention.tap, None
             stats = tap.statistics()
@@ -54,6 +58,8 @@ class Sensors:
                 entropy_min=float(entropy_H.min()),
                 residual_r=float(stats.residual_r.mean()),
                 residual_mean=float(stats.residual_mean.mean()),
+                update_coherence=coherence[layer],
+                spectral_alignment=float((tap.x.double() @ V_LDK[layer]).sign().mean().abs()),
             )
             for head in range(attention.n_heads):
                 writer.add(
@@ -72,10 +78,19 @@ class Sensors:
             writer.add("routes", step=step, layer=layer, route=route, grad_norm=float(norm), **row)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._spectral_state
+        return {**self._spectral_state, "updates": self.updates.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._spectral_state = state
+        self._spectral_state = {key: value for key, value in state.items() if key != "updates"}
+        if "updates" in state:  # a checkpoint of an older version has none
+            self.updates.load_state_dict(state["updates"])
+
+    def _leading_inputs(self) -> torch.Tensor:
+        """The input that every layer's W_Q amplifies most: its leading right singular vector, (layers, d_model, 1), float64."""
+        W_LOD = torch.stack([b.attention.W_Q.weight for b in self._model.blocks])
+        *_, V_LDK, state = leading_triplets(W_LOD, 1, self._spectral_state.get("inputs"))
+        self._spectral_state["inputs"] = state
+        return V_LDK
 
     def _spectra(self) -> dict[str, Any]:
         """Columns of ``layers`` that depend on the weights alone, each a sequence over layers."""

@@ -97,6 +97,7 @@ class Trainer:
         self._each("after_update", step)
         torch._foreach_sub_(before, [p.detach() for p in self.parameters])
         update_norm = float(_global_norm(before))
+        self.sensors.updates.observe(before)
         self._each("end_step", step)
         self.step_index += 1
         self.writer.add(
