@@ -53,10 +53,10 @@ class Data:
                 self.run(prefix + arm, seed, **outcome | (changes.get(arm, {}) if seed == seeds[-1] else {}))
         return self
 
-    def rows(self, **options):
+    def rows(self, criterion=CRITERION, **options):
         layers = pa.Table.from_pylist(self.layers, TABLES["layers"])
         heads = pa.Table.from_pylist(self.heads, TABLES["heads"])
-        table = regimes(CRITERION, pa.Table.from_pylist(self.runs, RUNS), layers, heads, **options)
+        table = regimes(criterion, pa.Table.from_pylist(self.runs, RUNS), layers, heads, **options)
         assert table.schema.equals(REGIMES)
         return table.to_pylist()
 
@@ -106,6 +106,13 @@ def test_separation_by_one_outcome_in_one_seed_and_the_other_in_the_next_is_not_
             row["sigma_q_1"] = 2.0
     row = data.rows()[0]
     assert not row["separate_passes"] and row["separate_margin"] == pytest.approx(-0.1)
+
+
+@pytest.mark.parametrize(("n_seeds", "passes"), [(2, True), (3, False)])
+def test_a_regime_passes_on_no_fewer_than_the_declared_seeds(n_seeds, passes):
+    strict = CRITERION.model_copy(update={"n_seeds": n_seeds})
+    (row,) = Data().regime(seeds=(0, 1)).rows(criterion=strict)
+    assert (row["passes"], row["n_seeds"]) == (passes, 2)
 
 
 def test_a_missing_run_is_named_and_fails():

@@ -184,7 +184,9 @@ def judge(
     return {
         **{f"{name}_margin": margin for name, margin in margins.items()},
         **{f"{name}_passes": margin > 0 for name, margin in margins.items()},
-        "passes": not missing and all(margin > 0 for margin in margins.values()),
+        "passes": not missing
+        and len(seeds) >= criterion.n_seeds
+        and all(margin > 0 for margin in margins.values()),
         "n_seeds": len(seeds),
         "n_collapse": len(collapse),
         "n_collapsed": sum(bool(row["collapsed"]) for row in collapse),

@@ -113,6 +113,7 @@ class RegimeCriterion(Frozen):
     In every tuning seed: the ``collapse`` arms collapse by each of ``rules`` before ``collapse_before`` of the
     horizon; the ``healthy`` arms neither collapse nor reach ``max_logit``; in one of log sigma and log max
     logit, every ``separate`` pair differs by more than ``separation`` at the end.
+    A regime passes on no fewer than ``n_seeds`` seeds: a candidate that has failed on its first is run no further.
     """
 
     collapse: Annotated[tuple[Name, ...], Field(min_length=1)]
@@ -122,6 +123,7 @@ class RegimeCriterion(Frozen):
     collapse_before: Annotated[float, Field(gt=0, le=1)]
     max_logit: Annotated[float, Field(gt=0)]
     separation: Annotated[float, Field(ge=0)]
+    n_seeds: Annotated[int, Field(ge=1)] = 1
 
     @property
     def arms(self) -> list[str]:
