@@ -114,5 +114,8 @@ def test_the_studys_claims_name_its_arms():
     study = load_study()
     claims = load_claims(study.folder)
     check_arms(claims, study)
-    for target in ("core", "confirm"):
-        assert set(claims.arms) <= {run.arm for run in study.requested(target)}
+    runs = study.requested("core")
+    assert {(arm, seed) for arm in claims.arms for seed in (20, 21, 22, 23, 24)} <= {
+        (run.arm, run.seed) for run in runs
+    }
+    assert {study.role(run.arm, run.seed) for run in runs} == {"confirmatory"}
