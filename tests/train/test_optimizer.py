@@ -2,12 +2,14 @@
 
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from qkpipe.config.models import OptimizerConfig
-from qkpipe.train.optimizer import learning_rate
+from qkpipe.train.optimizer import learning_rate, make_optimizer
 from tiny_training import tiny_trainer, weights
 
 
@@ -73,3 +75,41 @@ def test_momentum(tmp_path):
     moved = 1e-3 * (1 + 1.9 + 2.71)
     torch.testing.assert_close(start - parameter.detach(), torch.full_like(start, moved), rtol=1e-4, atol=0)
     assert math.isfinite(moved)
+
+
+EVERY_CALL = """
+import sys, torch
+from qkpipe.config.models import OptimizerConfig
+from qkpipe.train.optimizer import make_optimizer
+model = torch.nn.Linear(4, 4)
+optimizer = make_optimizer(model, OptimizerConfig(name={name!r}, lr=1e-3))
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+optimizer.load_state_dict(optimizer.state_dict())
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_training_does_not_load_the_compiler(name):
+    assert subprocess.run([sys.executable, "-c", EVERY_CALL.format(name=name)], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("name", "theirs"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
+def test_updates_and_state_are_those_of_torchs_own(name, theirs):
+    torch.manual_seed(0)
+    ours, copy = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    copy.load_state_dict(ours.state_dict())
+    optimizer = make_optimizer(ours, OptimizerConfig(name=name, lr=1e-2))
+    keep = {key: value for key, value in optimizer.defaults.items() if key != "decoupled_weight_decay"}
+    groups = [{"params": [copy.weight]}, {"params": [copy.bias]}]
+    other = theirs(groups, **keep | {"weight_decay": optimizer.param_groups[0]["weight_decay"]})
+    for _ in range(3):
+        x = torch.randn(5, 4)
+        for model, own in ((ours, optimizer), (copy, other)):
+            own.zero_grad()
+            model(x).square().sum().backward()
+            own.step()
+    assert torch.equal(ours.weight, copy.weight) and torch.equal(ours.bias, copy.bias)
+    assert str(optimizer.state_dict()["state"]) == str(other.state_dict()["state"])

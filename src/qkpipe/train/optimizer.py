@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,8 +23,39 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     ]
     if config.name == "adamw":
         betas = (config.beta1, config.beta2)
-        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+        return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    return SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+
+
+class _Eager(Optimizer):
+    """A torch optimizer without its ties to torch's compiler.
+
+    They serve graphs alone, and the first use of any imports the compiler: two seconds, a third of the start of a small run.
+    """
+
+    @torch.no_grad()
+    def step(self) -> None:
+        inspect.unwrap(super().step.__func__)(self)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        inspect.unwrap(super().add_param_group.__func__)(self, group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        inspect.unwrap(super().zero_grad.__func__)(self, set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return inspect.unwrap(super().state_dict.__func__)(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        inspect.unwrap(super().load_state_dict.__func__)(self, state)
+
+
+class AdamW(_Eager, torch.optim.AdamW):
+    """torch's AdamW."""
+
+
+class SGD(_Eager, torch.optim.SGD):
+    """torch's SGD."""
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
