@@ -8,6 +8,7 @@ integer, its code: 4 * (explicit mantissa bits) + mode.
 import triton
 import triton.language as tl
 
+from qkpipe.errors import BadInput
 from qkpipe.numerics.precision import MODES, Rounding
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -24,6 +25,8 @@ BF16 = tl.constexpr(4 * 7)
 
 def rounding_code(rounding: Rounding) -> int:
     """The compile-time integer of a rounding; fp32 is 92 in every mode."""
+    if rounding.gain != 1:
+        raise BadInput(f"gain = {rounding.gain}; allowed in the kernels: 1 (the CPU path has others)")
     return 4 * rounding.bits + (0 if rounding.bits == 23 else MODES.index(rounding.mode))
 
 

@@ -16,7 +16,8 @@ from qkpipe.numerics import streaming_compiled
 
 compiled = streaming.Path(streaming_compiled.forward, streaming_compiled.backward)
 
-roundings = st.builds(Rounding, st.sampled_from([1, 2, 4, 7, 10, 22, 23, 23]), st.sampled_from(MODES))
+gains = st.sampled_from([1.0, 1.0, 0.0, 0.7, 32.0, 1e38])
+roundings = st.builds(Rounding, st.sampled_from([1, 2, 4, 7, 10, 22, 23, 23]), st.sampled_from(MODES), gains)
 precisions = st.one_of(
     st.builds(
         StreamPrecision.uniform, st.integers(1, 23), st.sampled_from([3, 7, 23]), st.sampled_from(MODES)
@@ -65,6 +66,8 @@ def calls(draw):
         seed=draw(st.integers(0, 2**32 - 1)),
         stats=draw(st.booleans()),
     )
+    if draw(st.booleans()):
+        call = call._replace(block=call.tile * draw(st.integers(1, 3)))
     return q, k, v, do, call
 
 
@@ -100,13 +103,15 @@ def test_bits_of_the_reference_at_length(case):
     assert differing(run(streaming.REFERENCE, *case), run(compiled, *case)) == []
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_bits_at_the_micro_shape(mode):
+GAINED = StreamPrecision(**dict.fromkeys(QUANTITIES, Rounding(7, "even", 32.0)))
+
+
+@pytest.mark.parametrize("block", [None, 32])
+@pytest.mark.parametrize("precision", [*(StreamPrecision.uniform(2, mode=mode) for mode in MODES), GAINED])
+def test_bits_at_the_micro_shape(precision, block):
     g = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(8, 2, 128, 32, generator=g) for _ in range(4))
-    call = streaming.Call(
-        True, 32**-0.5, 16, StreamPrecision.uniform(2, mode=mode), StreamRepair(), seed=1, stats=True
-    )
+    call = streaming.Call(True, 32**-0.5, 16, precision, StreamRepair(), seed=1, stats=True, block=block)
     assert differing(run(streaming.REFERENCE, q, k, v, do, call), run(compiled, q, k, v, do, call)) == []
 
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Frozen(BaseModel):
     """An immutable config value that refuses keys it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def later(default: Any, **constraints: Any) -> Any:
+    """A field that came after runs had been made: left out of dumps, and so of a run's identity, while at its default.
+
+    A new option thus retrains nothing that does not use it.
+    """
+    return Field(default, exclude_if=lambda value: value == default, **constraints)
 
 
 class Mechanism(Frozen):

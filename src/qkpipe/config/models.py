@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from qkpipe.config.base import Frozen
+from qkpipe.config.base import Frozen, later
 from qkpipe.config.mechanisms import mechanism_type
-from qkpipe.numerics.precision import QUANTITIES, StreamPrecision, StreamRepair
+from qkpipe.numerics.precision import CARRIES, QUANTITIES, StreamPrecision, StreamRepair
 
 TRAIN_VERSION = 1
 """Raised whenever the same config would train to other bits; part of every run's hash, so that stale runs are not mixed in."""
@@ -90,16 +90,22 @@ Bits = Annotated[int, Field(ge=1, le=23)]
 RoundingMode = Literal["even", "stochastic", "toward_zero"]
 
 
+Gain = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class RoundingConfig(Frozen):
     bits: Bits
     mode: RoundingMode = "even"
+    gain: Gain = 1.0
 
 
 class PrecisionConfig(Frozen):
     """Precision of the streaming recurrence: explicit mantissa bits, 23 = fp32, 7 = bf16.
 
-    ``uniform: m`` sets every quantity, ``carries: m`` the output accumulator, row sum and row maximum; ``only`` then sets single
-    quantities by name. ``io`` is the format of q, k, v, the output and the returned gradients.
+    ``uniform: m`` sets every quantity, ``carries: m`` the output accumulator, row sum and row maximum; ``on`` leaves all but the
+    named quantities of ``uniform`` in fp32; ``only`` then sets single quantities by name. ``mode`` and ``gain`` (each rounding
+    error times gain, :class:`qkpipe.numerics.precision.Rounding`) hold for all of these. ``io`` is the format of q, k, v, the
+    output and the returned gradients, to even and without gain.
     """
 
     uniform: Bits | None = None
@@ -107,30 +113,42 @@ class PrecisionConfig(Frozen):
     io: Bits = 23
     mode: RoundingMode = "even"
     only: dict[str, Bits | RoundingConfig] = {}
+    on: tuple[str, ...] | None = later(None)
+    gain: Gain = later(1.0)
 
     @model_validator(mode="after")
     def _one_base(self) -> PrecisionConfig:
         if self.uniform is not None and self.carries is not None:
             raise ValueError("give uniform or carries, not both")
-        unknown = sorted(set(self.only) - set(QUANTITIES))
-        if unknown:
-            raise ValueError(f"only: unknown quantity {unknown[0]!r}; allowed: {', '.join(QUANTITIES)}")
+        if self.on is not None and self.uniform is None:
+            raise ValueError("on names quantities of uniform; give uniform too")
+        for key, given, allowed in (
+            ("only", self.only, QUANTITIES),
+            ("on", self.on or (), tuple(q for q in QUANTITIES if q != "io")),
+        ):
+            if unknown := sorted(set(given) - set(allowed)):
+                raise ValueError(f"{key}: unknown quantity {unknown[0]!r}; allowed: {', '.join(allowed)}")
         return self
 
     def resolve(self) -> StreamPrecision:
-        if self.uniform is not None:
-            base = StreamPrecision.uniform(self.uniform, io=self.io, mode=self.mode).to_dict()
-        elif self.carries is not None:
-            base = StreamPrecision.carries(self.carries, io=self.io, mode=self.mode).to_dict()
-        else:
-            base = StreamPrecision(io=self.io).to_dict()
+        base = {"io": {"bits": self.io}}
+        bits = self.carries if self.uniform is None else self.uniform
+        if bits is not None:
+            quantities = CARRIES if self.uniform is None else QUANTITIES if self.on is None else self.on
+            base = {q: {"bits": bits, "mode": self.mode, "gain": self.gain} for q in quantities} | base
         for quantity, value in self.only.items():
-            bits, mode = (value, self.mode) if isinstance(value, int) else (value.bits, value.mode)
-            base[quantity] = {"bits": bits, "mode": mode}
+            base[quantity] = (
+                {"bits": value, "mode": self.mode, "gain": self.gain}
+                if isinstance(value, int)
+                else value.model_dump()
+            )
         return StreamPrecision.from_dict(base)
 
     def label(self) -> str:
         suffix = "" if self.mode == "even" else f"-{self.mode}"
+        suffix += "" if self.gain == 1 else f"x{self.gain:g}"
+        if self.on is not None:
+            return f"{'+'.join(sorted(self.on)) or 'io'}({self.uniform if self.on else self.io}){suffix}"
         if self.uniform is not None:
             return f"uniform({self.uniform}){suffix}"
         if self.carries is not None:
@@ -159,18 +177,26 @@ class RepairConfig(Frozen):
 
 
 class AttentionConfig(Frozen):
-    """``sdpa``: torch's own kernel (``backend`` forced if named). ``streaming``: the recurrence over key tiles."""
+    """``sdpa``: torch's own kernel (``backend`` forced if named). ``streaming``: the recurrence over key tiles.
+
+    ``block``: keys after which the recurrence starts anew and its normalised output is merged by LSE, as in ring attention.
+    """
 
     kind: Literal["sdpa", "streaming"] = "sdpa"
     backend: Literal["default", "math", "flash"] = "default"
     tile: Annotated[int, Field(ge=1)] = 16
     precision: PrecisionConfig = PrecisionConfig()
     repair: RepairConfig = RepairConfig()
+    block: Annotated[int, Field(ge=1)] | None = later(None)
 
     @model_validator(mode="after")
     def _consistent(self) -> AttentionConfig:
-        if self.kind == "sdpa" and (self.precision != PrecisionConfig() or self.repair != RepairConfig()):
-            raise ValueError("precision and repair need kind: streaming")
+        if self.kind == "sdpa" and (
+            self.precision != PrecisionConfig() or self.repair != RepairConfig() or self.block is not None
+        ):
+            raise ValueError("precision, repair and block need kind: streaming")
+        if self.block is not None and self.block % self.tile:
+            raise ValueError(f"block={self.block} must be a multiple of tile={self.tile}")
         if self.kind == "streaming" and self.backend != "default":
             raise ValueError("backend needs kind: sdpa")
         return self
@@ -182,7 +208,8 @@ class AttentionConfig(Frozen):
     def label(self) -> str:
         if self.kind == "sdpa":
             return "sdpa" if self.backend == "default" else f"sdpa-{self.backend}"
-        return f"streaming-{self.precision.label()}"
+        ring = "" if self.block is None else f"-ring{self.block}"
+        return f"streaming{ring}-{self.precision.label()}"
 
 
 class OptimizerConfig(Frozen):

@@ -35,8 +35,9 @@ def make_kernel(config: AttentionConfig) -> AttentionKernel:
 
         def streaming(q: Tensor, k: Tensor, v: Tensor, draw: int) -> tuple[Tensor, object | None]:
             return streaming_attention(
-                q, k, v, tile=config.tile, precision=precision, repair=repair, seed=draw, return_stats=True
-            )
+                q, k, v, tile=config.tile, precision=precision, repair=repair, seed=draw, return_stats=True,
+                block=config.block,
+            )  # fmt: skip
 
         return streaming
 

@@ -11,7 +11,7 @@ Rounding points come as a table of int32 (`rounding_table`). All modes are one f
 
     (i + offset + ((i >> shift) & bit)) & keep, NaN excepted
 
-plus a draw's low bits under stochastic rounding, the only branch. Element (row, column) of a tensor with rows of
+plus a draw's low bits under stochastic rounding, a branch, as is the gain. Element (row, column) of a tensor with rows of
 `width` takes the draw of counter row * width + column: so over a block, counter + lane * width + key.
 """
 
@@ -31,7 +31,8 @@ from qkpipe.numerics.precision import ROUNDING_POINTS
 
 LANES = 16
 POINTS = {name: number for number, name in enumerate(ROUNDING_POINTS)}
-_SEED, _FIRST, _FIELDS = 0, 1, 5  # table: the seed; then shift, offset, bit, keep, stochastic of every point
+# table: the seed; then shift, offset, bit, keep, stochastic, bits of the gain, whether it is not 1, of every point
+_SEED, _FIRST, _FIELDS = 0, 1, 7
 
 _INT, _SIZE, _BOOL = ir.IntType(32), ir.IntType(64), ir.IntType(1)
 _FLOAT, _DOUBLE = ir.FloatType(), ir.DoubleType()
@@ -44,7 +45,8 @@ def rounding_table(roundings) -> np.ndarray:
         shift = 23 - rounding.bits
         to_even = rounding.mode == "even" and shift > 0
         offset = (1 << (shift - 1)) - 1 if to_even else 0
-        row[:] = shift, offset, to_even, -(1 << shift), rounding.mode == "stochastic" and shift > 0
+        row[:5] = shift, offset, to_even, -(1 << shift), rounding.mode == "stochastic" and shift > 0
+        row[5:] = np.float32(rounding.gain).view(np.int32), rounding.gain != 1 and shift > 0
     return table
 
 
@@ -197,11 +199,13 @@ def _rounder(builder, at, point, tile, step, width=LANES) -> Callable:
     first = builder.add(builder.mul(number, _int(_FIELDS, _SIZE)), _int(_FIRST, _SIZE))
     fields = [builder.load(builder.gep(at, [builder.add(first, _int(n, _SIZE))])) for n in range(_FIELDS)]
     shift, offset, bit, keep = (_splat(builder, field, width) for field in fields[:4])
-    stochastic = builder.icmp_signed("!=", fields[4], _int(0))
+    stochastic, amplified = (builder.icmp_signed("!=", fields[n], _int(0)) for n in (4, 6))
+    gain = _splat(builder, builder.bitcast(fields[5], _FLOAT), width)
     drop = builder.not_(keep)
     seed = builder.load(builder.gep(at, [_int(_SEED, _SIZE)]))
     increment = cgutils.alloca_once(builder, _vector(_INT, width))
     drawn = cgutils.alloca_once(builder, _vector(_INT, LANES))
+    result = cgutils.alloca_once(builder, _vector(_FLOAT, width))
     draws = _function(builder.module, "draws", [drawn.type, *[_INT] * 5], _emit_draws)
     number, tile, step = (builder.trunc(n, _INT) for n in (number, tile, step))
 
@@ -215,7 +219,13 @@ def _rounder(builder, at, point, tile, step, width=LANES) -> Callable:
             )
             builder.store(builder.and_(u, drop), increment)
         i = builder.and_(builder.add(i, builder.load(increment)), keep)
-        return builder.select(_is_nan(builder, x), x, builder.bitcast(i, x.type))
+        r = builder.select(_is_nan(builder, x), x, builder.bitcast(i, x.type))
+        builder.store(r, result)
+        with builder.if_then(amplified, likely=False):
+            y = builder.fadd(x, builder.fmul(builder.fsub(r, x), gain))
+            finite = builder.fcmp_ordered("==", builder.fsub(r, r), _constant(r, 0.0))
+            builder.store(builder.select(finite, y, r), result)
+        return builder.load(result)
 
     return rounded
 
@@ -456,9 +466,9 @@ def carry_rows(
 
 
 @_kernel
-def divide_rows(builder, acc_LD, l_L, o_LD, out_LD, columns, at, counter, D):
+def divide_rows(builder, acc_LD, l_L, o_LD, out_LD, columns, at, tile, counter, D):
     """[12, 13] o = acc / l, and R_o(o)."""
-    rounded = _rounder(builder, at, "o", _int(0, _SIZE), _int(1, _SIZE), COLUMNS)
+    rounded = _rounder(builder, at, "o", tile, _int(1, _SIZE), COLUMNS)
     with _each_chunk(builder, _int(0, _SIZE), _int(LANES, _SIZE), columns) as (lane, column, place):
         l = _splat(builder, builder.load(builder.gep(l_L, [lane])), COLUMNS)
         o = builder.fdiv(_load(builder, acc_LD, place, COLUMNS), l)
@@ -487,16 +497,16 @@ def narrow_rows(builder, wide_RD, x_RD, rows, columns, scale, point, at, counter
 
 
 @_kernel
-def round_rows(builder, x_RD, rows, columns, point, at, counter, D):
+def round_rows(builder, x_RD, rows, columns, point, at, tile, counter, D):
     """R of a rounding point, in place."""
-    rounded = _rounder(builder, at, point, _int(0, _SIZE), _int(1, _SIZE), COLUMNS)
+    rounded = _rounder(builder, at, point, tile, _int(1, _SIZE), COLUMNS)
     with _each_chunk(builder, _int(0, _SIZE), rows, columns) as (row, column, place):
         x = rounded(_load(builder, x_RD, place, COLUMNS), _place(builder, counter, row, D, column))
         _store(builder, x, x_RD, place)
 
 
 @_kernel
-def round_lanes(builder, x_L, point, at, counter):
+def round_lanes(builder, x_L, point, at, tile, counter):
     """R of a rounding point on one number a row, in place."""
-    rounded = _rounder(builder, at, point, _int(0, _SIZE), _int(1, _SIZE))
+    rounded = _rounder(builder, at, point, tile, _int(1, _SIZE))
     _store(builder, rounded(_load(builder, x_L), counter), x_L)

@@ -29,6 +29,11 @@ def _check_mode(mode: Any, quantity: str) -> None:
         raise BadInput(f"{quantity}: rounding mode = {mode!r}; allowed: {', '.join(MODES)}")
 
 
+def _check_gain(gain: Any, quantity: str) -> None:
+    if not (_is_number(gain) and math.isfinite(gain) and gain >= 0):
+        raise BadInput(f"{quantity}: gain = {gain!r}; allowed: a finite number, 0 or more")
+
+
 def _reject_unknown(kind: str, given: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
     for key in given:
         if key not in allowed:
@@ -40,32 +45,39 @@ class Rounding:
     """Rounding of one quantity to `bits` explicit mantissa bits (1 to 23; 23 leaves fp32 as it is).
 
     `mode`: "even" (to nearest, ties to even), "stochastic" (up with the probability of the discarded
-    fraction) or "toward_zero".
+    fraction) or "toward_zero". `gain` amplifies the error without changing the format: x becomes
+    x + gain * (rounded - x), three fp32 operations, where rounded is finite.
     """
 
     bits: int = FP32_BITS
     mode: str = "even"
+    gain: float = 1.0
 
     def __post_init__(self) -> None:
         _check_bits(self.bits, "Rounding")
         _check_mode(self.mode, "Rounding")
+        _check_gain(self.gain, "Rounding")
 
     @classmethod
     def parse(cls, value: Rounding | int | Mapping[str, Any], quantity: str) -> Rounding:
-        """A `Rounding` from itself, from a bare bit count or from {bits, mode}; errors name `quantity`."""
+        """A `Rounding` from itself, a bare bit count or {bits, mode, gain}; errors name `quantity`."""
         if isinstance(value, Rounding):
             return value
         if isinstance(value, Mapping):
-            _reject_unknown(quantity, value, ("bits", "mode"))
+            _reject_unknown(quantity, value, ("bits", "mode", "gain"))
             bits, mode = value.get("bits", FP32_BITS), value.get("mode", "even")
+            gain = value.get("gain", 1.0)
         else:
-            bits, mode = value, "even"
+            bits, mode, gain = value, "even", 1.0
         _check_bits(bits, quantity)
         _check_mode(mode, quantity)
-        return cls(bits, mode)
+        _check_gain(gain, quantity)
+        return cls(bits, mode, gain)
 
     def plain(self) -> int | dict[str, Any]:
         """The shortest form `parse` reads back: the bit count alone for round-to-even."""
+        if self.gain != 1:
+            return {"bits": self.bits, "mode": self.mode, "gain": self.gain}
         return self.bits if self.mode == "even" else {"bits": self.bits, "mode": self.mode}
 
 
@@ -76,7 +88,9 @@ class StreamPrecision:
     Forward: `qk` scores before the scale; `s` scores after it; `s_minus_m` the exponents' arguments (S - m,
     and the difference of two running maxima in the rescale factor); `p` the exponentials; `p_operand` P as
     operand of P V; `block_sum` a tile's row sum; `rescale` the factor exp(m_old - m_new); the carries `acc`,
-    `l`, `m`; `pv` a tile's P V; `o` the normalised output; `lse` the stored log-sum-exp. Backward: `bwd_s`
+    `l`, `m`; `pv` a tile's P V; `o` the normalised output; `lse` the stored log-sum-exp. Where block outputs are
+    merged, `o` is a block's output, `acc` the merged one, `lse` both log-sum-exps, `rescale` their weights.
+    Backward: `bwd_s`
     the recomputed scores (before and after the scale); `bwd_p` the recomputed exp(S - LSE); `dp` dO V';
     `delta_prod` and `delta_sum` the products and the sum of delta = rowsum(dO * O); `ds` dS. `io`: q, k, v
     and dO coming in; the output, dQ, dK and dV going out.
@@ -173,6 +187,10 @@ ROUNDING_POINTS = {
     "delta_prod": "delta_prod",
     "delta_sum": "delta_sum",
     "ds": "ds",
+    "merge_lse": "lse",
+    "merge_keep": "rescale",
+    "merge_add": "rescale",
+    "merge_o": "acc",
 }
 """Every rounding point and the quantity whose precision it has; its place here numbers its random stream."""
 
@@ -195,9 +213,6 @@ class StreamRepair:
     delta_gain: delta becomes exact + gain * (delta - exact) in fp32, exact being the "p" value above.
     out_gain: the output becomes exact + gain * (output - exact) in fp32 before it is rounded to `io`, exact
         being softmax attention on the same inputs without the rounded recurrence.
-
-    Ring attention's merging of block outputs is not offered: its carry is the normalised output, another
-    recurrence with rounding points of its own.
     """
 
     delta: str = "o"
@@ -217,9 +232,7 @@ class StreamRepair:
         if beta is not None and not (_is_number(beta) and 2 <= beta <= 8):
             raise BadInput(f"repair: tied_max_beta = {beta!r}; allowed: none, or a number from 2 to 8")
         for key in ("delta_gain", "out_gain"):
-            gain = getattr(self, key)
-            if not (_is_number(gain) and math.isfinite(gain) and gain >= 0):
-                raise BadInput(f"repair: {key} = {gain!r}; allowed: a finite number, 0 or more")
+            _check_gain(getattr(self, key), f"repair.{key}")
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> StreamRepair:

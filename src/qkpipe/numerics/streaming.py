@@ -7,7 +7,8 @@ in every bit.
 
 Arithmetic
 ----------
-R_x(.) rounds to the precision of quantity x (`StreamPrecision`); at 23 bits it is the identity. Every other
+R_x(.) rounds to the precision of quantity x (`StreamPrecision`); at 23 bits it is the identity. With a gain g
+it is x + g * (r - x), r being the rounded x, where r is finite. Every other
 operation is one fp32 operation, rounded once; nothing is fused. `dot` and `sum` run over the contracted index
 in increasing order, from +0, in float64 (where a product of two fp32 numbers is exact), and are rounded to
 fp32 once at the end. exp and log are those of `qkpipe.numerics.exp_log`. Row i sees key j if j <= i (causal)
@@ -39,6 +40,18 @@ Forward, for query row i:
         where over the scores before any rounding, raw_j = x_j * scale:
         M = max_j raw_j,  e_j = exp(raw_j - M),  Z = sum_j e_j,  E = dot(e_j, v_j) / Z
 
+With `block`, which is a whole number of tiles, blocks of keys are attended to apart and their outputs merged, as
+in ring attention (arXiv 2310.01889). After each block, for the rows that see any of it, o_b = acc / l, O_b = R_o(o_b)
+and LSE_b = R_lse(m + log(l)), then m, l and acc start anew. O_c and LSE_c are those of the first block; each
+further one goes into them:
+
+    M1  L              max(LSE_c, LSE_b)
+    M2  LSE_c'         R_lse(L + log(exp(LSE_c - L) + exp(LSE_b - L)))
+    M3  keep, add      R_rescale(exp(LSE_c - LSE_c')),  R_rescale(exp(LSE_b - LSE_c'))
+    M4  o, O_c'        o = keep * O_c + add * O_b,  O_c' = R_acc(o)
+
+In 13, 14 and 15 the last o and O_c take the place of o and R_o(o), and LSE_c that of R_lse(m + log(l)).
+
 Backward, for query row i (tiles play no part):
 
     16  dO             R_io
@@ -56,8 +69,8 @@ Backward, for query row i (tiles play no part):
         With grouped queries the sums over i in 24 and 25 run over the group's heads, then over i.
 
 Stochastic rounding draws from `counter_rng`: stream (point, tile), counter = the row-major number of the
-element in the tile's (B, H, Tq, ...) tensor; the points are `ROUNDING_POINTS`. A forward and its backward draw
-independently.
+element in the tile's (B, H, Tq, ...) tensor; the points are `ROUNDING_POINTS`; for what happens once a block the
+tile is the block's number. A forward and its backward draw independently.
 
 Statistics, per (B, H), from 15 and 22: max_logit = max raw; entropy = mean over rows of log(Z) - dot(e_j,
 raw_j - M)/Z (the form LSE - sum P S cancels at large logits); residual_mean = mean_i sum_j dS_ij; residual_r
@@ -110,6 +123,7 @@ class Call(NamedTuple):
     seed: int
     stats: bool
     only_stats: bool = False
+    block: int | None = None
 
 
 def streaming_attention(
@@ -124,6 +138,7 @@ def streaming_attention(
     repair: StreamRepair | None = None,
     seed: int = 0,
     return_stats: bool = False,
+    block: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, StreamStats]:
     """Softmax attention by the streaming recurrence, each quantity at its own precision; differentiable once.
 
@@ -135,13 +150,14 @@ def streaming_attention(
         tile: keys a tile. The result depends on it, as the rounding does; how queries are tiled never
         matters. precision, repair: fp32 throughout and no repair by default. seed: of stochastic rounding, in
         [0, 2^32): give every call (step, layer) its own. return_stats: also return `StreamStats`; its
-        residual fields are filled by the backward.
+        residual fields are filled by the backward. block: keys whose normalised output is merged with
+        that of the others by LSE, a multiple of `tile`; None: one recurrence over all keys.
 
     Returns:
         (B, H, Tq, D) float32, and the statistics if asked for.
 
     Raises:
-        BadInput: shapes, dtypes, tile, scale or seed out of range.
+        BadInput: shapes, dtypes, tile, block, scale or seed out of range.
 
     On a CPU, where numba is installed, a compiled path gives the bits of the reference. Non-finite inputs
     propagate to what depends on them, and to nothing else. The arithmetic is listed in the module's
@@ -150,6 +166,8 @@ def streaming_attention(
     scale = _check_inputs(q, k, v, causal, scale)
     if isinstance(tile, bool) or not isinstance(tile, int) or tile < 1:
         raise BadInput(f"tile = {tile!r}; allowed: an integer, 1 or more")
+    if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1 or block % tile):
+        raise BadInput(f"block = {block!r}; allowed: none, or a multiple of tile = {tile}")
     stream_keys(seed, 0)  # refuses a seed out of range
     call = Call(
         causal,
@@ -159,6 +177,7 @@ def streaming_attention(
         StreamRepair() if repair is None else repair,
         seed,
         return_stats,
+        block=block,
     )
     stats = _empty_stats(q) if return_stats else None
     out = _StreamingAttention.apply(q, k, v, call, stats)
@@ -274,7 +293,10 @@ def _at_precision(call: Call, point: str, x: torch.Tensor, tile_index: int = 0) 
     if rounding.bits == 23:
         return x
     stream = fold_in(list(ROUNDING_POINTS).index(point), tile_index) if rounding.mode == "stochastic" else 0
-    return round_minifloat(x, rounding.bits, rounding.mode, seed=call.seed, stream=stream)
+    rounded = round_minifloat(x, rounding.bits, rounding.mode, seed=call.seed, stream=stream)
+    if rounding.gain == 1:
+        return rounded
+    return torch.where(rounded.isfinite(), x + (rounded - x) * rounding.gain, rounded)
 
 
 def _sum(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -323,16 +345,18 @@ def forward_reference(q, k, v, call: Call, stats: StreamStats | None):
     x = _dot(q, k)
     s = torch.where(seen, rounded("s", rounded("qk", x) * call.scale), -torch.inf)
 
-    m = torch.full_like(x[..., 0], -torch.inf)
-    l, l_low = torch.zeros_like(m), torch.zeros_like(m)
-    acc, acc_low = torch.zeros_like(q), torch.zeros_like(q)
+    block = call.block or k.shape[2]
     for t, start in enumerate(range(0, k.shape[2], call.tile)):
+        if start % block == 0:
+            m = torch.full_like(x[..., 0], -torch.inf)
+            l, l_low = torch.zeros_like(m), torch.zeros_like(m)
+            acc, acc_low = torch.zeros_like(q), torch.zeros_like(q)
         keys = slice(start, start + call.tile)
         seen_t, s_t = seen[:, keys], s[..., keys]
         started = seen_t[:, 0]
         top = s_t.amax(-1)
         if repair.tied_max_beta is not None:
-            top, fell_back = _shift_tied_maximum(s_t, top, repair.tied_max_beta)
+            top, fell_back = _shift_tied_maximum(s_t, seen_t, top, repair.tied_max_beta)
             if stats is not None:
                 stats.tied_fallbacks += (fell_back & started).sum(-1)
         m_new = rounded("m", torch.maximum(m, top), t)
@@ -351,11 +375,22 @@ def forward_reference(q, k, v, call: Call, stats: StreamStats | None):
             torch.where(started[:, None], new, old) for new, old in ((acc_new, acc), (acc_low_new, acc_low))
         )
 
-    if repair.compensated:
-        l, acc = l + l_low, acc + acc_low
-    o = acc / l[..., None]
-    out = rounded("o", o)
-    lse = rounded("lse", m + log_f32(l))
+        if (start + call.tile) % block and start + call.tile < k.shape[2]:
+            continue
+        b = start // block
+        if repair.compensated:
+            l, acc = l + l_low, acc + acc_low
+        o_b = acc / l[..., None]
+        out_b, lse_b = rounded("o", o_b, b), rounded("lse", m + log_f32(l), b)
+        if b == 0:
+            o, out, lse = o_b, out_b, lse_b
+        else:
+            merged = _merge_block(call, out, lse, out_b, lse_b, b)
+            begun = seen[:, b * block]
+            o, out, lse = (
+                torch.where(begun[:, None] if new.dim() == 4 else begun, new, old)
+                for new, old in zip(merged, (o, out, lse))
+            )
 
     if stats is not None or repair.lse == "exact" or repair.out_gain != 1:
         raw = torch.where(seen, x * call.scale, -torch.inf)
@@ -376,9 +411,20 @@ def forward_reference(q, k, v, call: Call, stats: StreamStats | None):
     return out, o if repair.delta == "o_fp32" else out, lse
 
 
-def _shift_tied_maximum(s_t, top, beta):
+def _merge_block(call: Call, out, lse, out_b, lse_b, block_index):
+    """M1 to M4: (o, O, LSE)."""
+    top = torch.maximum(lse, lse_b)
+    merged = top + log_f32(exp_f32(lse - top) + exp_f32(lse_b - top))
+    merged = _at_precision(call, "merge_lse", merged, block_index)
+    keep = _at_precision(call, "merge_keep", exp_f32(lse - merged), block_index)
+    add = _at_precision(call, "merge_add", exp_f32(lse_b - merged), block_index)
+    o = keep[..., None] * out + add[..., None] * out_b
+    return o, _at_precision(call, "merge_o", o, block_index), merged
+
+
+def _shift_tied_maximum(s_t, seen_t, top, beta):
     """Point 4's repair: (the maximum to use, where it had to fall back)."""
-    tied = (s_t == top[..., None]).sum(-1) > 1
+    tied = ((s_t == top[..., None]) & seen_t).sum(-1) > 1
     safe = torch.where(top > 0, top * (beta - 1) < 80.0, top > -80.0)
     shifted = torch.where(top > 0, top * beta, torch.where(top < 0, 0.0, top))
     return torch.where(tied & safe, shifted, top), tied & ~safe

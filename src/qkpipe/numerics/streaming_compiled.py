@@ -25,7 +25,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from qkpipe.numerics import lane_kernels as lanes
-from qkpipe.numerics.exp_log import log_nb
+from qkpipe.numerics.exp_log import exp_nb, log_nb
 from qkpipe.numerics.float64_matmul import COLUMNS, matmul
 from qkpipe.numerics.lane_kernels import LANES as _LANES
 from qkpipe.numerics.lane_kernels import POINTS
@@ -44,6 +44,9 @@ IN_Q, IN_K, IN_V, IN_DO, OUT, OUT_DQ, OUT_DK, OUT_DV, LSE, DELTA_PROD, DELTA_SUM
         "in_q", "in_k", "in_v", "in_do", "out", "out_dq", "out_dk", "out_dv", "lse", "delta_prod", "delta_sum",
     )
 )  # fmt: skip
+MERGE_LSE, MERGE_KEEP, MERGE_ADD, MERGE_O = (
+    np.int64(POINTS[name]) for name in ("merge_lse", "merge_keep", "merge_add", "merge_o")
+)
 DELTA = {"o": 0, "o_fp32": 1, "p": 2}
 DELTA_O_FP32, DELTA_FROM_P = DELTA["o_fp32"], DELTA["p"]
 
@@ -69,6 +72,7 @@ def forward(q, k, v, call, stats):
         F32((repair.tied_max_beta or 0) - 1),
         F32(repair.out_gain),
         call.only_stats,
+        (call.block or 0) // call.tile,
     )
     return out, o_delta, lse
 
@@ -177,14 +181,14 @@ def _max_or_nan(x, top):
 
 
 @_helper
-def _shift_tied_maximum(s_KL, first, stop, top_L, beta, beta_less_1, first_lane, rows):
+def _shift_tied_maximum(s_KL, first, stop, hidden, top_L, beta, beta_less_1, first_lane, rows):
     """[4] In place; returns how many rows had to fall back."""
     fallbacks = 0
     for lane in range(LANES):
         top = top_L[lane]
         count = 0
         for k in range(first, stop):
-            count += s_KL[k, lane] == top
+            count += s_KL[k, lane] == top and lane >= hidden + k
         if count > 1 and top != ZERO:
             safe = top * beta_less_1 < F32(80) if top > ZERO else top > F32(-80)
             if safe:
@@ -194,10 +198,53 @@ def _shift_tied_maximum(s_KL, first, stop, top_L, beta, beta_less_1, first_lane,
     return fallbacks
 
 
+@_helper
+def _add_compensation(l, l_low, acc_LD, low_LD, D):
+    """[11] At the end."""
+    for lane in range(LANES):
+        l[lane] = l[lane] + l_low[lane]
+        for d in range(D):
+            acc_LD[lane, d] = acc_LD[lane, d] + low_LD[lane, d]
+
+
+@_helper
+def _log_sum_exp(m, l, lse):
+    """[15] Before its rounding."""
+    for lane in range(LANES):
+        lse[lane] = m[lane] + log_nb(l[lane])
+
+
+@_helper
+def _merged_lse(lse, block_lse, merged):
+    """[M1, M2] Before its rounding."""
+    for lane in range(LANES):
+        top = _max_or_nan(block_lse[lane], lse[lane])
+        merged[lane] = top + log_nb(exp_nb(lse[lane] - top) + exp_nb(block_lse[lane] - top))
+
+
+@_helper
+def _weights(lse, block_lse, merged, keep, add):
+    """[M3] Before their rounding."""
+    for lane in range(LANES):
+        keep[lane] = exp_nb(lse[lane] - merged[lane])
+        add[lane] = exp_nb(block_lse[lane] - merged[lane])
+
+
+@_helper
+def _merge_rows(out_LD, block_out_LD, keep, add, begun, o_LD, block_o_LD):
+    """[M4] Before its rounding: to block_o_LD, and to o_LD from lane `begun` on."""
+    for lane in range(LANES):
+        for d in range(out_LD.shape[1]):
+            merged = keep[lane] * out_LD[lane, d] + add[lane] * block_out_LD[lane, d]
+            block_o_LD[lane, d] = merged
+            if lane >= begun:
+                o_LD[lane, d] = merged
+
+
 @njit(cache=True, nogil=True, error_model="numpy")
 def _forward_kernel(
     addresses, B, H, H_kv, Tq, Tk, D, causal, scale, at, tile, want_stats, delta, lse_exact, compensated, beta,
-    beta_less_1, out_gain, only_stats,
+    beta_less_1, out_gain, only_stats, tiles_a_block,
 ):  # fmt: skip
     q_size, k_size, heads = B * H * Tq * D, B * H_kv * Tk * D, B * H
     q, k, v = _floats(addresses[0], q_size), _floats(addresses[1], k_size), _floats(addresses[2], k_size)
@@ -215,10 +262,12 @@ def _forward_kernel(
     scores = np.empty((2, Tk, LANES), F32)
     s_KL, raw_KL = scores[0], scores[1]
     wide_KL = np.empty((Tk, LANES))
-    rows_LD = np.zeros((5, LANES, padded), F32)
+    rows_LD = np.zeros((7, LANES, padded), F32)
     q_LD, acc_LD, low_LD, o_LD, out_LD = rows_LD[0], rows_LD[1], rows_LD[2], rows_LD[3], rows_LD[4]
+    block_o_LD, block_out_LD = rows_LD[5], rows_LD[6]
     wide_LD, wide_DL = np.empty((LANES, padded)), np.empty((D, LANES))
-    by_lane = np.zeros((7, LANES), F32)
+    by_lane = np.zeros((11, LANES), F32)
+    block_lse, merged_lse, keep, add = by_lane[7], by_lane[8], by_lane[9], by_lane[10]
     m, l, l_low, alpha, top, lse, z = (
         by_lane[0], by_lane[1], by_lane[2], by_lane[3], by_lane[4], by_lane[5], by_lane[6]
     )  # fmt: skip
@@ -254,7 +303,8 @@ def _forward_kernel(
             l_low[:] = ZERO
             acc_LD[:] = ZERO
             low_LD[:] = ZERO
-            for t in range(NONE if only_stats else (keys + tile - 1) // tile):
+            tiles = NONE if only_stats else (keys + tile - 1) // tile
+            for t in range(tiles):
                 first, stop = t * tile, min(t * tile + tile, keys)
                 first_lane = max(NONE, first - block_start) if causal else NONE
 
@@ -262,7 +312,7 @@ def _forward_kernel(
                 lanes.max_over_keys(s_KL, first, stop, top)
                 if beta > ZERO:
                     head_fallbacks += _shift_tied_maximum(
-                        s_KL, first, stop, top, beta, beta_less_1, first_lane, rows
+                        s_KL, first, stop, hidden, top, beta, beta_less_1, first_lane, rows
                     )
                 lanes.softmax_tile(
                     s_KL, first, stop, top, m, l, l_low, alpha, wide_KL, compensated, hidden + first, first_lane,
@@ -276,17 +326,42 @@ def _forward_kernel(
                     wide_LD, acc_LD, low_LD, alpha, first_lane, padded, compensated, at, t, first_row * D, D
                 )
 
+                if tiles_a_block and ((t + 1) % tiles_a_block == 0 or t + 1 == tiles):
+                    block = t // tiles_a_block
+                    if compensated:
+                        _add_compensation(l, l_low, acc_LD, low_LD, D)
+                    lanes.divide_rows(acc_LD, l, block_o_LD, block_out_LD, padded, at, block, first_row * D, D)
+                    _log_sum_exp(m, l, block_lse)
+                    lanes.round_lanes(block_lse, LSE, at, block, first_row)
+                    if block == 0:
+                        o_LD[:], out_LD[:], lse[:] = block_o_LD, block_out_LD, block_lse
+                    else:
+                        # [M1 to M4]; results are junk in the lanes that do not see the block
+                        _merged_lse(lse, block_lse, merged_lse)
+                        lanes.round_lanes(merged_lse, MERGE_LSE, at, block, first_row)
+                        _weights(lse, block_lse, merged_lse, keep, add)
+                        lanes.round_lanes(keep, MERGE_KEEP, at, block, first_row)
+                        lanes.round_lanes(add, MERGE_ADD, at, block, first_row)
+                        begun = max(NONE, block * tiles_a_block * tile - block_start) if causal else NONE
+                        _merge_rows(out_LD, block_out_LD, keep, add, begun, o_LD, block_o_LD)
+                        lanes.round_rows(block_o_LD, LANES, padded, MERGE_O, at, block, first_row * D, D)
+                        for lane in range(begun, LANES):
+                            out_LD[lane] = block_o_LD[lane]
+                            lse[lane] = merged_lse[lane]
+                    m[:] = -INF
+                    l[:] = ZERO
+                    l_low[:] = ZERO
+                    acc_LD[:] = ZERO
+                    low_LD[:] = ZERO
+
             # [12, 13, 15]
-            if compensated:
-                for lane in range(LANES):
-                    l[lane] = l[lane] + l_low[lane]
-                    for d in range(D):
-                        acc_LD[lane, d] = acc_LD[lane, d] + low_LD[lane, d]
-            lanes.divide_rows(acc_LD, l, o_LD, out_LD, padded, at, first_row * D, D)
-            if not lse_exact:
-                for lane in range(rows):
-                    lse[lane] = m[lane] + log_nb(l[lane])
-                lanes.round_lanes(lse, LSE, at, first_row)
+            if not tiles_a_block:
+                if compensated:
+                    _add_compensation(l, l_low, acc_LD, low_LD, D)
+                lanes.divide_rows(acc_LD, l, o_LD, out_LD, padded, at, NONE, first_row * D, D)
+                if not lse_exact:
+                    _log_sum_exp(m, l, lse)
+                    lanes.round_lanes(lse, LSE, at, NONE, first_row)
 
             if exact:
                 lanes.max_over_keys(raw_KL, NONE, keys, top)
@@ -309,7 +384,7 @@ def _forward_kernel(
                             o_LD[lane, d] = true + out_gain * (o_LD[lane, d] - true)
 
             # [14]
-            lanes.round_rows(out_LD, rows, padded, OUT, at, first_row * D, D)
+            lanes.round_rows(out_LD, rows, padded, OUT, at, NONE, first_row * D, D)
             _store(out_LD, rows, D, out, first_row * D)
             if delta == DELTA_O_FP32:
                 _store(o_LD, rows, D, o_delta, first_row * D)
@@ -395,13 +470,13 @@ def _backward_kernel(
                 for lane in range(rows):
                     for d in range(D):
                         o_LD[lane, d] = do_LD[lane, d] * o_LD[lane, d]
-                lanes.round_rows(o_LD, rows, padded, DELTA_PROD, at, first, D)
+                lanes.round_rows(o_LD, rows, padded, DELTA_PROD, at, NONE, first, D)
                 for lane in range(rows):
                     row_sum = 0.0
                     for d in range(D):
                         row_sum += F64(o_LD[lane, d])
                     delta_L[lane] = F32(row_sum)
-                lanes.round_lanes(delta_L, DELTA_SUM, at, first_row)
+                lanes.round_lanes(delta_L, DELTA_SUM, at, NONE, first_row)
             if delta == DELTA_FROM_P or delta_gain != F32(1):
                 lanes.dot_and_sum_over_keys(p_KL, dp_KL, keys, total, other)
                 for lane in range(LANES):
