@@ -19,6 +19,7 @@ include: "rules/common.smk"
 wildcard_constraints:
     arm="|".join(map(re.escape, STUDY.runnable)),
     seed=r"0|[1-9]\d*",
+    dataset="|".join(map(re.escape, DATASETS)),
 
 
 # One target rule for each target of study.yaml, such as `core` and `all`.

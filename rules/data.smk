@@ -15,16 +15,35 @@ rule effective_config:
         "qkpipe effective-config > {log} 2>&1"
 
 
-rule data:
+rule tokenizer:
     output:
-        meta=DATA / "meta.json",
+        PATHS.results / "data" / "{dataset}" / "tokenizer.json",
     log:
-        LOGS / "data.log",
+        LOGS / "tokenizer" / "{dataset}.log",
     params:
-        corpus=STUDY.config.corpora[STUDY.scale_config.corpus].model_dump(mode="json"),
-        tokenizer=STUDY.config.tokenizers[STUDY.scale_config.tokenizer].model_dump(mode="json"),
+        names=lambda wildcards: names_of(wildcards.dataset),
+        corpus=lambda wildcards: corpus_of(wildcards.dataset).model_dump(mode="json"),
+        tokenizer=lambda wildcards: tokenizer_of(wildcards.dataset).model_dump(mode="json"),
     message:
-        "Fetching, verifying and sharding the corpus"
+        "Training the tokenizer of {wildcards.dataset} on the training split"
     localrule: True  # it needs the network, which cluster nodes often lack
     shell:
-        "qkpipe data > {log} 2>&1"
+        "qkpipe tokenizer {params.names} > {log} 2>&1"
+
+
+rule data:
+    input:
+        lambda wildcards: trained_tokenizer(wildcards.dataset),
+    output:
+        meta=PATHS.results / "data" / "{dataset}" / "meta.json",
+    log:
+        LOGS / "data" / "{dataset}.log",
+    params:
+        names=lambda wildcards: names_of(wildcards.dataset),
+        corpus=lambda wildcards: corpus_of(wildcards.dataset).model_dump(mode="json"),
+        tokenizer=lambda wildcards: tokenizer_of(wildcards.dataset).model_dump(mode="json"),
+    message:
+        "Fetching, verifying and sharding {wildcards.dataset}"
+    localrule: True
+    shell:
+        "qkpipe data {params.names} > {log} 2>&1"

@@ -63,7 +63,13 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         importlib.import_module("qkpipe.analysis.check_attention").add_arguments(attention)
 
     command("effective-config", _effective_config, "write the study as resolved, with every arm's hash")
-    command("data", _data, "fetch, verify and shard the scale's corpus")
+    for name, run, text in (
+        ("tokenizer", _tokenizer, "train a tokenizer on a corpus' training split"),
+        ("data", _data, "fetch, verify, tokenize and shard a corpus"),
+    ):
+        data = command(name, run, text)
+        data.add_argument("--corpus", help="of study.yaml (the scale's)")
+        data.add_argument("--tokenizer", help="of study.yaml (the scale's)")
     command("warm-up", _warm_up, "compile the CPU kernels into numba's cache")
     train = command("train", _train, "train one run; killed, it goes on from its checkpoint")
     train.add_argument("--arm", required=True)
@@ -149,7 +155,26 @@ def _effective_config(args: argparse.Namespace) -> None:
 def _data(args: argparse.Namespace) -> None:
     from qkpipe.data.shards import prepare
 
-    prepare(*_study(args))
+    prepare(*_data_names(args))
+
+
+def _tokenizer(args: argparse.Namespace) -> None:
+    from qkpipe.data.shards import train_tokenizer
+
+    train_tokenizer(*_data_names(args))
+
+
+def _data_names(args: argparse.Namespace):
+    """Study, paths, corpus and tokenizer, both known."""
+    from qkpipe.config.load import known
+
+    study, paths = _study(args)
+    file = study.folder / "study.yaml"
+    corpus = known(args.corpus or study.scale_config.corpus, study.config.corpora, file, "corpora")
+    tokenizer = known(
+        args.tokenizer or study.scale_config.tokenizer, study.config.tokenizers, file, "tokenizers"
+    )
+    return study, paths, corpus, tokenizer
 
 
 def _warm_up(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from qkpipe.config import load_study
 from qkpipe.config.models import AttentionConfig, PrecisionConfig, RepairConfig
-from qkpipe.numerics.precision import StreamPrecision
+from qkpipe.numerics.precision import Rounding, StreamPrecision
 
 TINY = load_study(Path(__file__).parents[1] / "tiny")
 
@@ -63,6 +63,35 @@ def test_precisions_resolve_to_the_numerics_own():
     assert (mixed.l.bits, mixed.acc.bits) == (23, 2)
     with pytest.raises(ValidationError, match="not both"):
         PrecisionConfig(uniform=2, carries=2)
+
+
+def test_named_quantities_alone_are_rounded_at_the_dose():
+    assert PrecisionConfig(uniform=2, io=7, quantities=("acc", "l")).resolve() == StreamPrecision(
+        acc=2, l=2, io=7
+    )
+    assert PrecisionConfig(uniform=2, io=7, quantities=()).resolve() == StreamPrecision(io=7)
+    gained = PrecisionConfig(uniform=7, gain=32, mode="stochastic", quantities=("o",)).resolve()
+    assert gained == StreamPrecision(o=Rounding(7, "stochastic", 32))
+    mixed = PrecisionConfig(uniform=2, only={"l": {"bits": 3, "gain": 2}}).resolve()
+    assert (mixed.l, mixed.acc) == (Rounding(3, "even", 2), Rounding(2))
+    for bad in (
+        {"quantities": ("acc",)},
+        {"uniform": 2, "quantities": ("acd",)},
+        {"uniform": 2, "quantities": ("io",)},
+    ):
+        with pytest.raises(ValidationError, match="quantit"):
+            PrecisionConfig(**bad)
+
+
+def test_an_option_that_came_later_is_in_the_identity_only_where_it_is_used():
+    plain = {"quantities", "gain"} & set(PrecisionConfig(uniform=2).model_dump())
+    assert not plain
+    assert PrecisionConfig(uniform=2, gain=3.0).model_dump()["gain"] == 3.0
+    ring = AttentionConfig(kind="streaming", block_tiles=2)
+    assert "block_tiles" not in AttentionConfig(kind="streaming").model_dump()
+    assert AttentionConfig.model_validate(ring.model_dump()) == ring
+    with pytest.raises(ValidationError, match="need kind: streaming"):
+        AttentionConfig(block_tiles=2)
 
 
 def test_clean_attention_keeps_the_structure_and_drops_the_fault():

@@ -132,3 +132,41 @@ def test_a_folder_without_description_is_unfinished_and_can_be_written_again(fol
     assert "meta.json: no such file" in refused(folder)
     write_tokens(folder, {"train": TRAIN, "validation": VALIDATION}, 256)
     np.testing.assert_array_equal(open_tokens(folder, 16).train, TRAIN)
+
+
+def test_documents_are_joined_across_shards(tmp_path, monkeypatch):
+    """Whatever the documents' sizes, the shards are those of their concatenation."""
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 300)
+    whole = write_tokens(tmp_path / "whole", {"train": TRAIN, "validation": VALIDATION}, 256)
+    sizes = [0, 1, 299, 300, 350, 0, 50]
+    pieces = np.split(TRAIN, np.cumsum(sizes)[:-1])
+    splits = {"train": iter(pieces), "validation": iter([VALIDATION])}
+    apart = shards.write_documents(tmp_path / "apart", splits, np.dtype("uint8"), 256, {})
+    assert json.loads((whole / "meta.json").read_text()) == json.loads((apart / "meta.json").read_text())
+
+
+def test_bpe_from_corpus_to_tokens(tmp_path):
+    """A study whose arm trains on BPE tokens of text files: tokenizer, shards, vocabulary."""
+    pytest.importorskip("datasets")
+    pytest.importorskip("tokenizers")
+    from types import SimpleNamespace
+
+    from qkpipe.config.models import BPETokenizer, BytesTokenizer, TextCorpus
+    from qkpipe.paths import StudyPaths
+
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(f"play {number}: to be or not to be\n" * 40)
+    corpora = {"plays": TextCorpus(kind="text", files=(str(tmp_path / "*.txt"),))}
+    tokenizers = {"bpe": BPETokenizer(kind="bpe", vocab_size=270), "bytes": BytesTokenizer()}
+    study = SimpleNamespace(config=SimpleNamespace(corpora=corpora, tokenizers=tokenizers))
+    paths = StudyPaths("tiny", tmp_path)
+    with pytest.raises(BadInput, match="`qkpipe tokenizer` trains it"):
+        shards.prepare(study, paths, "plays", "bpe")
+    with pytest.raises(BadInput, match=r"tokenizers.bytes.kind: 'bytes' is not trained; allowed: bpe"):
+        shards.train_tokenizer(study, paths, "plays", "bytes")
+    shards.train_tokenizer(study, paths, "plays", "bpe")
+    bpe = open_tokens(shards.prepare(study, paths, "plays", "bpe"), 16)
+    plain = open_tokens(shards.prepare(study, paths, "plays", "bytes"), 16)
+    assert (bpe.vocab_size, bpe.train.dtype) == (270, np.uint16)
+    assert len(bpe.train) < len(plain.train) / 2
+    assert 200 < int(bpe.train.max()) < 270

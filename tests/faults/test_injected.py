@@ -1,5 +1,7 @@
 """Injected errors: as large as the quantizer's own, with exactly the structure in time that is named."""
 
+import copy
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from qkpipe.errors import BadInput
 from qkpipe.faults.injected import Injected
 from qkpipe.numerics import quantize_mx
-from tiny_training import equal_bits, tiny_run, tiny_trainer
+from tiny_training import equal_bits, step_gradients, tiny_run, tiny_trainer, weights
 
 STRUCTURES = ("native", "coherent", "resampled", "held", "mean_removed", "mean_only", "dc")
 
@@ -155,3 +157,76 @@ def test_hold_goes_with_held_alone(structure, hold):
     run = tiny_run(faults=[fault])
     with pytest.raises(BadInput, match=r"faults.hold: goes with structure 'held'"):
         run.faults[0].check(run)
+
+
+def matched(tmp_path, structure, optimizer, match="update_norm", **changes):
+    fault = {"kind": "injected", "routes": ["mlp"], "structure": structure, "gain": 10, "match": match}
+    return tiny_trainer(
+        tmp_path, faults=[fault | changes], optimizer=optimizer, train={"steps": 6, "telemetry_every": 1}
+    )
+
+
+def updates(trainer):
+    """Realised updates of a step, by parameter name."""
+    before = weights(trainer)
+    trainer.step()
+    return {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
+
+
+OPTIMIZERS = [{"name": "adamw", "weight_decay": 0.1}, {"name": "sgd", "lr": 0.1}, {"clip": None}]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("structure", ["coherent", "resampled", "dc"])
+def test_first_update_has_the_native_errors_norm(tmp_path, structure, optimizer):
+    """From equal weights and moments the native arm itself is the reference; later the weights part."""
+    native = updates(matched(tmp_path, "native", optimizer, match="gradient_norm"))
+    trainer = matched(tmp_path, structure, optimizer)
+    found = updates(trainer)
+    unmatched = updates(matched(tmp_path, structure, optimizer, match="gradient_norm"))
+    for name, update in found.items():
+        if ".mlp." in name:
+            assert float(update.norm()) == pytest.approx(float(native[name].norm()), rel=1e-4), name
+            cosine = torch.cosine_similarity(update.flatten(), unmatched[name].flatten(), dim=0)
+            assert float(cosine) == pytest.approx(1, abs=1e-5), "the direction is its own"
+        else:
+            assert equal_bits(update, unmatched[name]), name
+
+
+def test_matched_norms_are_logged_and_resampled_errors_had_shrunk(tmp_path):
+    trainer = matched(tmp_path, "resampled", {})
+    for _ in range(6):
+        trainer.step()
+    details = [
+        json.loads(e["detail"]) for e in trainer.writer.tables["events"] if e["kind"] == "update_matched"
+    ]
+    assert len(details) == 6
+    assert all(0 < detail["update_norm"] for detail in details)
+    assert details[-1]["reference_norm"] != pytest.approx(details[-1]["update_norm"], rel=1e-3)
+
+
+def test_a_matched_run_resumes_with_its_references_moments(tmp_path):
+    whole, first, second = (matched(tmp_path, "held", {}, hold=2) for _ in range(3))
+    for _ in range(6):
+        whole.step()
+    for _ in range(3):
+        first.step()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for _ in range(3):
+        second.step()
+    ours, theirs = weights(whole), weights(second)
+    assert all(equal_bits(ours[name], theirs[name]) for name in ours)
+
+
+def test_native_is_its_own_reference():
+    fault = {"kind": "injected", "routes": ["mlp"], "structure": "native", "match": "update_norm"}
+    run = tiny_run(faults=[fault])
+    with pytest.raises(BadInput, match=r"faults.match: 'update_norm'"):
+        run.faults[0].check(run)
+
+
+def test_the_last_block_alone(tmp_path):
+    fault = {"kind": "injected", "routes": ["mlp"], "structure": "coherent", "layers": [-1]}
+    plain, faulty = (step_gradients(tiny_trainer(tmp_path, faults=faults)) for faults in ([], [fault]))
+    changed = {name for name in plain if not torch.equal(plain[name], faulty[name])}
+    assert changed == {"blocks.1.mlp.W_up.weight", "blocks.1.mlp.W_down.weight"}

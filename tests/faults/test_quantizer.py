@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from qkpipe.errors import BadInput
 from qkpipe.faults.quantizer import Quantizer, QuantizerFormat
 from qkpipe.model.linear import Linear
-from qkpipe.model.transformer import route_of
+from qkpipe.model.routes import route_of
 from qkpipe.numerics import quantize_mx
 from tiny_training import equal_bits, step_gradients, tiny_run, tiny_trainer
 
@@ -146,3 +146,60 @@ def test_a_scale_rule_that_the_format_does_not_have_is_refused():
     x = torch.randn(3, 32)
     for fmt in ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4"):
         assert QuantizerFormat(fmt=fmt).quantize(x, axis=-1, draw=0).shape == x.shape
+
+
+def changed_matrices(tmp_path, **selection):
+    plain = gradients(tmp_path, accumulation=2)
+    faulty = gradients(tmp_path, fault(**selection), accumulation=2)
+    return {name for name in plain if not torch.equal(plain[name], faulty[name])}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_layers_and_matrices_narrow_the_choice(tmp_path, placement):
+    last = {"routes": ["all"], "layers": [-1], "matrices": ["W_Q", "W_down"], "placement": placement}
+    names = {"blocks.1.attention.W_Q.weight", "blocks.1.mlp.W_down.weight"}
+    assert changed_matrices(tmp_path, **last) == names
+
+
+def test_the_head_alone(tmp_path):
+    run = {"model": {"tied_head": False}}
+    head = fault(routes=["embed"], matrices=["head"])
+    plain = step_gradients(tiny_trainer(tmp_path, **run))
+    faulty = step_gradients(tiny_trainer(tmp_path, faults=[head], **run))
+    assert {name for name in plain if not torch.equal(plain[name], faulty[name])} == {"head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("selection", "words"),
+    [
+        ({"layers": [2]}, "faults.layers: 2: the model has 2 layers; allowed: -2 to 1"),
+        ({"layers": [0], "routes": ["embed"]}, "faults.layers: route 'embed' lies outside the layers"),
+        ({"matrices": ["W_gate"]}, "faults.matrices: 'W_gate' .* on mlp; allowed: W_up, W_down"),
+        ({"matrices": ["head"], "routes": ["embed"]}, "faults.matrices: 'head'.*allowed: embed, position"),
+    ],
+)
+def test_a_choice_of_nothing_is_refused(selection, words):
+    run = tiny_run(faults=[fault(**selection)])
+    with pytest.raises(BadInput, match=words):
+        run.faults[0].check(run)
+
+
+def test_two_operand_quantizers_on_one_matrix_are_refused():
+    """Each would replace the other's GEMM: the last would win."""
+    run = tiny_run(faults=[fault(placement="operand"), fault(placement="operand", routes=["all"])])
+    with pytest.raises(BadInput, match=r"faults.placement: two 'operand' quantizers on W_down of layer 0"):
+        run.faults[1].check(run)
+    apart = [fault(placement="operand", layers=[layer]) for layer in (0, 1)]
+    for faults in (apart, [fault(placement="operand"), fault()]):
+        run = tiny_run(faults=faults)
+        for each in run.faults:
+            each.check(run)
+
+
+def test_two_faults_on_a_route_are_logged_as_their_sum(tmp_path):
+    trainer = tiny_trainer(tmp_path, faults=[fault(placement="operand"), fault(gain=3.0)])
+    plain = gradients(tmp_path)
+    faulty = step_gradients(trainer)
+    rows = {(row["layer"], row["route"]): row for row in trainer.writer.tables["routes"]}
+    errors = torch.cat([(faulty[n] - plain[n]).flatten() for n in plain if route_of(n) == ("mlp", 0)])
+    assert rows[0, "mlp"]["error_norm"] == pytest.approx(float(errors.norm()), rel=1e-4)

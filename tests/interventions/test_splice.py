@@ -2,7 +2,7 @@
 
 import pytest
 
-from qkpipe.model.transformer import route_of
+from qkpipe.model.routes import route_of
 from tiny_training import FAULTY, STREAM, equal_bits, step_gradients, tiny_trainer, weights
 
 SPLICE_QK = {"kind": "splice", "routes": ["qk"]}

@@ -6,7 +6,8 @@ import torch
 from qkpipe.config.models import AttentionConfig, ModelConfig
 from qkpipe.model.attention import Tap
 from qkpipe.model.linear import Linear
-from qkpipe.model.transformer import ROUTES, Transformer, expand_routes, route_of
+from qkpipe.model.routes import ROUTES, expand_routes, route_of
+from qkpipe.model.transformer import Transformer
 from tiny_training import FAULTY, STREAM, equal_bits
 
 VARIANTS = {

@@ -154,6 +154,59 @@ def test_out_gain_amplifies_the_output_error():
     assert none.abs().max() < 2e-6
 
 
+def test_gain_of_a_rounding_amplifies_its_error_alone():
+    """One rounding, of the output: the error is gain times that of the plain rounding, exactly where both are powers of two."""
+    q, k, v, do = tensors(Tq=64, D=16)
+    plain = streaming_attention(q, k, v, tile=16)
+    error = streaming_attention(q, k, v, tile=16, precision=StreamPrecision(o=7)) - plain
+    gained = StreamPrecision(o=Rounding(7, gain=32))
+    amplified = streaming_attention(q, k, v, tile=16, precision=gained) - plain
+    torch.testing.assert_close(amplified, 32 * error, rtol=1e-6, atol=1e-7)
+    none = streaming_attention(q, k, v, tile=16, precision=StreamPrecision.uniform(2, io=23, mode="even"))
+    assert (none - plain).abs().max() > 1e-2
+    for bad in (-1.0, torch.inf, "2"):
+        with pytest.raises(BadInput, match="gain"):
+            Rounding(7, gain=bad)
+
+
+@pytest.mark.parametrize("block", [4, 12, 1000])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_merged_blocks_are_attention(shape, block):
+    shape = dict(shape)
+    causal = shape.pop("causal", True)
+    q, k, v, do = tensors(**shape)
+    found = with_gradients(
+        lambda *x: streaming_attention(*x, causal=causal, tile=4, block=block), q, k, v, do
+    )
+    for got, expected in zip(found, truth(q, k, v, do, causal)):
+        assert (got - expected).abs().max() <= 3e-6 * max(1, expected.abs().max())
+
+
+def test_only_block_outputs_rounded_is_a_weighted_sum_of_rounded_outputs():
+    """Ring attention by hand, in float64, from the outputs and log-sum-exps of the blocks."""
+    q, k, v, _ = tensors(B=1, H=1, Tq=5, Tk=24, D=4)
+    scale, block = 0.5, 8
+    parts, lses = [], []
+    for start in range(0, 24, block):
+        keys = slice(start, start + block)
+        s = q.double() @ k[:, :, keys].double().mT * scale
+        parts.append((s.softmax(-1) @ v[:, :, keys].double()).float().bfloat16().double())
+        lses.append(s.logsumexp(-1))
+    weights = torch.stack(lses).softmax(0)
+    expected = (weights[..., None] * torch.stack(parts)).sum(0)
+    found = streaming_attention(
+        q, k, v, causal=False, scale=scale, tile=4, block=block, precision=StreamPrecision(o=7)
+    )
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("block", [0, 6, True, 2.0])
+def test_a_block_is_a_whole_number_of_tiles(block):
+    q, k, v, _ = tensors()
+    with pytest.raises(BadInput, match=r"block = .*; allowed: none, or a multiple of tile = 4"):
+        streaming_attention(q, k, v, tile=4, block=block)
+
+
 def test_compensation_recovers_most_of_the_carries_error():
     q, k, v, do = tensors(Tq=128, D=16)
     exact = truth(q, k, v, do)[0]

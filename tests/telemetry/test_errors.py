@@ -52,11 +52,24 @@ def test_a_step_without_error_is_null():
     assert errors.seen("W", 0) and not errors.seen("W", 1) and not errors.seen("V", 0)
 
 
-def test_the_first_of_a_step_counts():
-    errors = GradientErrors()
-    errors.observe(0, "W", A)
-    errors.observe(0, "W", 2 * A)
-    assert errors.row(0, ["W"], [4])["error_norm"] == pytest.approx(30**0.5)
+def test_errors_of_a_step_add_up():
+    """Two faults on one matrix: the row is that of their sum, the coherence too."""
+    parts, whole = GradientErrors(), GradientErrors()
+    for step, sign in enumerate((1, -1, 1)):
+        first, second = A * sign, -1.5 * A.flip(0)
+        parts.observe(step, "W", first)
+        parts.observe(step, "W", second)
+        whole.observe(step, "W", first + second)
+        assert parts.row(step, ["W"], [4]) == whole.row(step, ["W"], [4])
+
+
+def test_a_total_takes_the_place_of_its_parts():
+    parts, whole = GradientErrors(), GradientErrors()
+    for step in range(3):
+        parts.observe(step, "W", A.flip(0))
+        parts.observe_total(step, "W", A * (-1) ** step)
+        whole.observe(step, "W", A * (-1) ** step)
+        assert parts.row(step, ["W"], [4]) == whole.row(step, ["W"], [4])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qkpipe.model.qk_norm import unit_rms
-from qkpipe.model.transformer import route_of
+from qkpipe.model.routes import route_of
 from qkpipe.telemetry.schema import TABLES
 from tiny_training import FAULTY, STREAM, step_gradients, tiny_trainer, weights
 

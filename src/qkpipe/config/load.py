@@ -40,7 +40,7 @@ class Study:
         arms_file = self.folder / "arms.yaml"
         for name, body in _read(arms_file).items():
             self.arms[str(name)] = _validated(ArmConfig, arms_file, body or {}, prefix=str(name))
-        self.scale = _known(
+        self.scale = known(
             scale or self.config.scale, self.config.scales, self.folder / "study.yaml", "scale"
         )
         self._check_names()
@@ -57,7 +57,7 @@ class Study:
     def resolve(self, arm: str, seed: int) -> RunConfig:
         """The full config of one run; every mistake is one :class:`BadInput` line, before any work."""
         arms_file = self.folder / "arms.yaml"
-        _known(arm, self.runnable, arms_file, "arm")
+        known(arm, self.runnable, arms_file, "arm")
         scale = self.scale_config
         merged: dict[str, Any] = {
             key: getattr(scale, key).model_dump(exclude_unset=True)
@@ -66,6 +66,8 @@ class Study:
         for ancestor in self._lineage(arm):
             _merge(merged, ancestor.model_dump(exclude_unset=True, exclude={"extends", "abstract"}))
         own = self.arms[arm]
+        corpus_name = merged.get("corpus") or scale.corpus
+        tokenizer_name = merged.get("tokenizer") or scale.tokenizer
         merged["interventions"] = [self._calibrated(item) for item in merged.get("interventions") or ()]
         merged |= {
             "scale": self.scale,
@@ -74,10 +76,10 @@ class Study:
             "description": own.description,
             "group": own.group,
             "twin": own.twin,
-            "corpus_name": scale.corpus,
-            "corpus": self.config.corpora[scale.corpus].model_dump(),
-            "tokenizer_name": scale.tokenizer,
-            "tokenizer": self.config.tokenizers[scale.tokenizer].model_dump(),
+            "corpus_name": corpus_name,
+            "corpus": self.config.corpora[corpus_name].model_dump(),
+            "tokenizer_name": tokenizer_name,
+            "tokenizer": self.config.tokenizers[tokenizer_name].model_dump(),
         }
         run = _validated(RunConfig, arms_file, {k: v for k, v in merged.items() if v is not None}, prefix=arm)
         for mechanism in run.mechanisms:
@@ -97,7 +99,7 @@ class Study:
     def requested(self, target: str, seeds: Iterable[int] | None = None) -> list[RunKey]:
         """Runs of a target, arm by arm; ``seeds`` replaces the declared seeds."""
         target_config = self.config.targets[
-            _known(target, self.config.targets, self.folder / "study.yaml", "targets")
+            known(target, self.config.targets, self.folder / "study.yaml", "targets")
         ]
         arms = self._matching(target_config.arms)
         declared = self.config.roles[target_config.role].seeds[: target_config.n_seeds]
@@ -141,24 +143,28 @@ class Study:
     def _check_names(self) -> None:
         study, arms = self.folder / "study.yaml", self.folder / "arms.yaml"
         for name, scale in self.config.scales.items():
-            _known(scale.corpus, self.config.corpora, study, f"scales.{name}.corpus")
-            _known(scale.tokenizer, self.config.tokenizers, study, f"scales.{name}.tokenizer")
+            known(scale.corpus, self.config.corpora, study, f"scales.{name}.corpus")
+            known(scale.tokenizer, self.config.tokenizers, study, f"scales.{name}.tokenizer")
         for name, threshold in self.config.thresholds.items():
-            _known(name, self.config.scales, study, "thresholds")
-            _known(threshold.arm, self.runnable, study, f"thresholds.{name}.arm")
+            known(name, self.config.scales, study, "thresholds")
+            known(threshold.arm, self.runnable, study, f"thresholds.{name}.arm")
         for name, arm in self.arms.items():
             if arm.extends is not None:
-                _known(arm.extends, self.arms, arms, f"{name}.extends")
+                known(arm.extends, self.arms, arms, f"{name}.extends")
+            if arm.corpus is not None:
+                known(arm.corpus, self.config.corpora, arms, f"{name}.corpus")
+            if arm.tokenizer is not None:
+                known(arm.tokenizer, self.config.tokenizers, arms, f"{name}.tokenizer")
             if arm.twin is not None:
-                _known(arm.twin, self.runnable, arms, f"{name}.twin")
+                known(arm.twin, self.runnable, arms, f"{name}.twin")
         for name, target in self.config.targets.items():
-            _known(target.role, self.config.roles, study, f"targets.{name}.role")
+            known(target.role, self.config.roles, study, f"targets.{name}.role")
             for pattern in target.arms:
                 if not self._matching([pattern]):
-                    _known(pattern, self.runnable, study, f"targets.{name}.arms")
+                    known(pattern, self.runnable, study, f"targets.{name}.arms")
         for name, role in self.config.roles.items():
             for arm_name in role.arms or ():
-                _known(arm_name, self.runnable, study, f"roles.{name}.arms")
+                known(arm_name, self.runnable, study, f"roles.{name}.arms")
 
 
 def load_study(folder: Path | str = DEFAULT_CONFIG, scale: str | None = None) -> Study:
@@ -186,12 +192,18 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """YAML in which a key given twice is an error instead of a silent overwrite, and reading is safe."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for position, key in enumerate(keys):
-            if key in keys[:position] and key != "<<":
+        given: list[Any] = []
+        for key_node, _ in node.value:
+            if (
+                key_node.tag == "tag:yaml.org,2002:merge"
+            ):  # `<<: *anchor`, whose keys are there to be overridden
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if key in given:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is given twice", node.value[position][0].start_mark
+                    None, None, f"key {key!r} is given twice", key_node.start_mark
                 )
+            given.append(key)
         return super().construct_mapping(node, deep)
 
 
@@ -246,7 +258,8 @@ def _inner_model(annotation: Any) -> Any:
     return None
 
 
-def _known(value: str, allowed: Iterable[str], path: Path, key: str) -> str:
+def known(value: str, allowed: Iterable[str], path: Path, key: str) -> str:
+    """``value`` if it is allowed, else :class:`BadInput` that says what is."""
     names = list(allowed)
     if value not in names:
         close = difflib.get_close_matches(value, names, n=1)

@@ -9,7 +9,7 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from qkpipe.config.base import Frozen, later
 from qkpipe.config.mechanisms import mechanism_type
@@ -22,7 +22,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.\-]*$")]
 
 
-class CorpusConfig(Frozen):
+class WheelCorpus(Frozen):
     """Text, as files inside a pinned wheel of the Python package index."""
 
     kind: Literal["wheel"] = "wheel"
@@ -33,12 +33,86 @@ class CorpusConfig(Frozen):
     validation_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
 
 
-class TokenizerConfig(Frozen):
+class _LoadedCorpus(Frozen):
+    """Text that the `datasets` library loads. Documents are rows, each followed by ``separator``; the last ones, of
+    ``validation_fraction`` of the text, are held out.
+    """
+
+    column: str = "text"
+    separator: str = "\n\n"
+    validation_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+
+
+class HubCorpus(_LoadedCorpus):
+    """A data set of the Hugging Face hub at one commit, with a validation split of its own if named."""
+
+    kind: Literal["hub"]
+    path: Annotated[str, Field(pattern=r"^[\w.\-]+/[\w.\-]+$")]
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+    name: str | None = None
+    split: str = "train"
+    validation_split: str | None = None
+
+    def label(self) -> str:
+        return f"{self.path}@{self.revision[:12]}"
+
+
+class _FilesCorpus(_LoadedCorpus):
+    files: Annotated[tuple[str, ...], Field(min_length=1)]
+
+    def label(self) -> str:
+        return ", ".join(self.files)
+
+
+class TextCorpus(_FilesCorpus):
+    """Text files by glob pattern, a document each."""
+
+    kind: Literal["text"]
+    column: Literal["text"] = "text"
+
+
+class ParquetCorpus(_FilesCorpus):
+    """Parquet files by glob pattern, a document a row."""
+
+    kind: Literal["parquet"]
+
+
+def _kind_or(default: str) -> Discriminator:
+    """Tells members of a union apart by ``kind``, which may be left out for the default."""
+
+    def kind(value: Any) -> str:
+        return str(value.get("kind", default) if isinstance(value, dict) else value.kind)
+
+    return Discriminator(kind)
+
+
+CorpusConfig = Annotated[
+    Annotated[WheelCorpus, Tag("wheel")]
+    | Annotated[HubCorpus, Tag("hub")]
+    | Annotated[TextCorpus, Tag("text")]
+    | Annotated[ParquetCorpus, Tag("parquet")],
+    _kind_or("wheel"),
+]
+
+
+class BytesTokenizer(Frozen):
     kind: Literal["bytes"] = "bytes"
 
     @property
     def vocab_size(self) -> int:
         return 256
+
+
+class BPETokenizer(Frozen):
+    """Byte-level BPE, trained by a rule on the training split alone."""
+
+    kind: Literal["bpe"]
+    vocab_size: Annotated[int, Field(gt=256)]
+
+
+TokenizerConfig = Annotated[
+    Annotated[BytesTokenizer, Tag("bytes")] | Annotated[BPETokenizer, Tag("bpe")], _kind_or("bytes")
+]
 
 
 class ModelConfig(Frozen):
@@ -102,10 +176,10 @@ class RoundingConfig(Frozen):
 class PrecisionConfig(Frozen):
     """Precision of the streaming recurrence: explicit mantissa bits, 23 = fp32, 7 = bf16.
 
-    ``uniform: m`` sets every quantity, ``carries: m`` the output accumulator, row sum and row maximum; ``on`` leaves all but the
-    named quantities of ``uniform`` in fp32; ``only`` then sets single quantities by name. ``mode`` and ``gain`` (each rounding
-    error times gain, :class:`qkpipe.numerics.precision.Rounding`) hold for all of these. ``io`` is the format of q, k, v, the
-    output and the returned gradients, to even and without gain.
+    ``uniform: m`` sets every quantity, or the named ``quantities`` alone; ``carries: m`` the output accumulator, row sum and row
+    maximum; ``only`` then sets single quantities by name. ``mode`` and ``gain`` (each rounding error times gain,
+    :class:`qkpipe.numerics.precision.Rounding`) hold for all of these. ``io`` is the format of q, k, v, the output and the
+    returned gradients, to even and without gain.
     """
 
     uniform: Bits | None = None
@@ -113,18 +187,18 @@ class PrecisionConfig(Frozen):
     io: Bits = 23
     mode: RoundingMode = "even"
     only: dict[str, Bits | RoundingConfig] = {}
-    on: tuple[str, ...] | None = later(None)
+    quantities: tuple[str, ...] | None = later(None)
     gain: Gain = later(1.0)
 
     @model_validator(mode="after")
     def _one_base(self) -> PrecisionConfig:
         if self.uniform is not None and self.carries is not None:
             raise ValueError("give uniform or carries, not both")
-        if self.on is not None and self.uniform is None:
-            raise ValueError("on names quantities of uniform; give uniform too")
+        if self.quantities is not None and self.uniform is None:
+            raise ValueError("quantities are those of uniform; give uniform too")
         for key, given, allowed in (
             ("only", self.only, QUANTITIES),
-            ("on", self.on or (), tuple(q for q in QUANTITIES if q != "io")),
+            ("quantities", self.quantities or (), tuple(q for q in QUANTITIES if q != "io")),
         ):
             if unknown := sorted(set(given) - set(allowed)):
                 raise ValueError(f"{key}: unknown quantity {unknown[0]!r}; allowed: {', '.join(allowed)}")
@@ -134,8 +208,11 @@ class PrecisionConfig(Frozen):
         base = {"io": {"bits": self.io}}
         bits = self.carries if self.uniform is None else self.uniform
         if bits is not None:
-            quantities = CARRIES if self.uniform is None else QUANTITIES if self.on is None else self.on
-            base = {q: {"bits": bits, "mode": self.mode, "gain": self.gain} for q in quantities} | base
+            chosen = CARRIES if self.uniform is None else self.quantities
+            base = {
+                q: {"bits": bits, "mode": self.mode, "gain": self.gain}
+                for q in (QUANTITIES if chosen is None else chosen)
+            } | base
         for quantity, value in self.only.items():
             base[quantity] = (
                 {"bits": value, "mode": self.mode, "gain": self.gain}
@@ -147,8 +224,8 @@ class PrecisionConfig(Frozen):
     def label(self) -> str:
         suffix = "" if self.mode == "even" else f"-{self.mode}"
         suffix += "" if self.gain == 1 else f"x{self.gain:g}"
-        if self.on is not None:
-            return f"{'+'.join(sorted(self.on)) or 'io'}({self.uniform if self.on else self.io}){suffix}"
+        if self.quantities is not None:
+            return f"{'+'.join(sorted(self.quantities)) or 'io'}({self.uniform if self.quantities else self.io}){suffix}"
         if self.uniform is not None:
             return f"uniform({self.uniform}){suffix}"
         if self.carries is not None:
@@ -179,7 +256,7 @@ class RepairConfig(Frozen):
 class AttentionConfig(Frozen):
     """``sdpa``: torch's own kernel (``backend`` forced if named). ``streaming``: the recurrence over key tiles.
 
-    ``block``: keys after which the recurrence starts anew and its normalised output is merged by LSE, as in ring attention.
+    ``block_tiles``: tiles after which the recurrence starts anew; the blocks' outputs are merged by LSE, as in ring attention.
     """
 
     kind: Literal["sdpa", "streaming"] = "sdpa"
@@ -187,16 +264,16 @@ class AttentionConfig(Frozen):
     tile: Annotated[int, Field(ge=1)] = 16
     precision: PrecisionConfig = PrecisionConfig()
     repair: RepairConfig = RepairConfig()
-    block: Annotated[int, Field(ge=1)] | None = later(None)
+    block_tiles: Annotated[int, Field(ge=1)] | None = later(None)
 
     @model_validator(mode="after")
     def _consistent(self) -> AttentionConfig:
         if self.kind == "sdpa" and (
-            self.precision != PrecisionConfig() or self.repair != RepairConfig() or self.block is not None
+            self.precision != PrecisionConfig()
+            or self.repair != RepairConfig()
+            or self.block_tiles is not None
         ):
-            raise ValueError("precision, repair and block need kind: streaming")
-        if self.block is not None and self.block % self.tile:
-            raise ValueError(f"block={self.block} must be a multiple of tile={self.tile}")
+            raise ValueError("precision, repair and block_tiles need kind: streaming")
         if self.kind == "streaming" and self.backend != "default":
             raise ValueError("backend needs kind: sdpa")
         return self
@@ -208,7 +285,7 @@ class AttentionConfig(Frozen):
     def label(self) -> str:
         if self.kind == "sdpa":
             return "sdpa" if self.backend == "default" else f"sdpa-{self.backend}"
-        ring = "" if self.block is None else f"-ring{self.block}"
+        ring = "" if self.block_tiles is None else f"-ring{self.block_tiles}"
         return f"streaming{ring}-{self.precision.label()}"
 
 
@@ -256,6 +333,8 @@ class ArmConfig(Frozen):
     extends: Name | None = None
     twin: Name | None = Field(None, description="the arm that differs by the fault alone")
     abstract: bool = Field(False, description="only to be extended, never run")
+    corpus: Name | None = Field(None, description="instead of the scale's")
+    tokenizer: Name | None = Field(None, description="instead of the scale's")
     model: dict[str, Any] = {}
     attention: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}
@@ -332,7 +411,7 @@ class StudyConfig(Frozen):
 
     scale: Name = "micro"
     corpora: dict[Name, CorpusConfig]
-    tokenizers: dict[Name, TokenizerConfig] = {"bytes": TokenizerConfig()}
+    tokenizers: dict[Name, TokenizerConfig] = {"bytes": BytesTokenizer()}
     scales: dict[Name, ScaleConfig]
     roles: dict[SeedRole, RoleConfig]
     targets: dict[Name, TargetConfig]

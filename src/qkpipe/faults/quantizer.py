@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from qkpipe.config.base import Frozen, Mechanism
+from qkpipe.config.base import Frozen, Mechanism, later
 from qkpipe.errors import BadInput
 from qkpipe.hooks import Hook
+from qkpipe.model.routes import expand_routes, matrices_of
 
 Route = Literal["qk", "value", "proj", "vo", "mlp", "embed", "all"]
 Routes = Annotated[tuple[Route, ...], Field(min_length=1)]
@@ -39,7 +40,60 @@ class QuantizerFormat(Frozen):
         )
 
 
-class Quantizer(Mechanism):
+class GradientFault(Mechanism):
+    """An error in the gradients of matrices, chosen by route, and among these by layer and by name if given.
+
+    ``layers``: numbers of blocks, from 0, or from -1 backwards. ``matrices``: such as ``W_down`` or ``head``. A gain is a vector:
+    quantizing it along its only axis would be another fault than that of the matrices, so it is never chosen.
+    """
+
+    routes: Routes
+    layers: Annotated[tuple[int, ...], Field(min_length=1)] | None = later(None)
+    matrices: Annotated[tuple[str, ...], Field(min_length=1)] | None = later(None)
+
+    def check(self, run: Any) -> None:
+        n = run.model.n_layers
+        for layer in self.layers or ():
+            if not -n <= layer < n:
+                raise BadInput(f"faults.layers: {layer}: the model has {n} layers; allowed: {-n} to {n - 1}")
+        if self.layers is not None and "embed" in expand_routes(self.routes):
+            raise BadInput("faults.layers: route 'embed' lies outside the layers; give it a fault of its own")
+        allowed = matrices_of(run.model, self.routes)
+        for matrix in self.matrices or ():
+            if matrix not in allowed:
+                raise BadInput(
+                    f"faults.matrices: {matrix!r} is none of this model's on {'+'.join(self.routes)}; "
+                    f"allowed: {', '.join(allowed)}"
+                )
+
+    def chosen(self, model: Any) -> set[tuple[str, int | None]]:
+        """(matrix, layer) of every matrix it acts on, in a model of this config; layer None outside the blocks."""
+        layers = range(model.n_layers)
+        if self.layers is not None:
+            layers = {layer % model.n_layers for layer in self.layers}
+        names = [m for m in matrices_of(model, self.routes) if self.matrices is None or m in self.matrices]
+        return {(name, layer) for name in names for layer in (layers if name.startswith("W_") else [None])}
+
+    def targets(self, context: Any) -> list[tuple[str, Any]]:
+        """Named parameters it acts on."""
+        found = [(name, p) for name, p in context.parameters(self.routes) if p.dim() == 2]
+        if self.layers is None and self.matrices is None:
+            return found
+        chosen = self.chosen(context.run.model)
+        return [(name, p) for name, p in found if _matrix_and_layer(name) in chosen]
+
+    def where(self) -> str:
+        """Routes, layers and matrices for a label."""
+        parts = [*self.routes, *(self.matrices or ()), *(f"layer{layer}" for layer in self.layers or ())]
+        return "+".join(parts)
+
+
+def _matrix_and_layer(parameter_name: str) -> tuple[str, int | None]:
+    parts = parameter_name.split(".")
+    return parts[-2], int(parts[1]) if parts[0] == "blocks" else None
+
+
+class Quantizer(GradientFault):
     """``quantizer``: g becomes g + gain * (Q(g) - g) on the named routes.
 
     ``placement``: ``post_reduction`` quantizes the accumulated gradient, ``pre_reduction`` each micro-batch's or rank's own,
@@ -48,7 +102,6 @@ class Quantizer(Mechanism):
     """
 
     kind: Literal["quantizer"] = "quantizer"
-    routes: Routes
     format: QuantizerFormat = QuantizerFormat()
     placement: Literal["post_reduction", "pre_reduction", "operand"] = "post_reduction"
     gain: Annotated[float, Field(ge=0)] = 1.0
@@ -56,9 +109,12 @@ class Quantizer(Mechanism):
     def label(self) -> str:
         where = "" if self.placement == "post_reduction" else f"@{self.placement}"
         gain = "" if self.gain == 1.0 else f"x{self.gain:g}"
-        return f"{self.format.fmt}({'+'.join(self.routes)}){where}{gain}"
+        rule = "" if self.format.scale_rule == "floor" else f"-{self.format.scale_rule}"
+        rounding = "" if self.format.rounding == "even" else f"-{self.format.rounding}"
+        return f"{self.format.fmt}{rule}{rounding}({self.where()}){where}{gain}"
 
     def check(self, run: Any) -> None:
+        super().check(run)
         if self.placement == "pre_reduction" and run.train.accumulation < 2:
             raise BadInput(
                 "faults.placement: 'pre_reduction' equals 'post_reduction' with one micro-batch; "
@@ -69,6 +125,14 @@ class Quantizer(Mechanism):
                 "faults.routes: 'embed' has no weight-gradient GEMM of its own to quantize at placement 'operand'; "
                 "allowed: qk, value, proj, vo, mlp, all"
             )
+        if self.placement == "operand":
+            for other in run.faults:
+                rival = isinstance(other, Quantizer) and other is not self and other.placement == "operand"
+                if shared := sorted(self.chosen(run.model) & other.chosen(run.model)) if rival else []:
+                    raise BadInput(
+                        f"faults.placement: two 'operand' quantizers on {shared[0][0]} of layer {shared[0][1]}; "
+                        "allowed: one a matrix, whose GEMM is one"
+                    )
 
     def build(self, context: Any) -> Hook:
         return (_OperandHook if self.placement == "operand" else _GradientHook)(context, self)
@@ -77,8 +141,7 @@ class Quantizer(Mechanism):
 class _GradientHook(Hook):
     def __init__(self, context: Any, config: Quantizer) -> None:
         self._context, self._config = context, config
-        # A gain is a vector: quantizing it along its only axis would be another fault than that of the matrices.
-        self._targets = [(n, p) for n, p in context.parameters(config.routes) if p.dim() == 2]
+        self._targets = config.targets(context)
         # Micro-batches' errors of one step add up to the error of its gradient.
         self._sums: dict[str, Any] = {}
 
@@ -119,7 +182,7 @@ class _OperandHook(Hook):
         self._step = 0
         self._micro = 0
         self._sums: dict[str, Any] = {}
-        wanted = {id(parameter): name for name, parameter in context.parameters(config.routes)}
+        wanted = {id(parameter): name for name, parameter in config.targets(context)}
         layers = [m for m in context.model.modules() if id(getattr(m, "weight", None)) in wanted]
         for index, layer in enumerate(m for m in layers if hasattr(m, "weight_gradient")):
             layer.weight_gradient = self._make(index, wanted[id(layer.weight)])

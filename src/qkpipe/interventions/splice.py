@@ -46,6 +46,6 @@ class _SpliceHook(Hook):
         clean = self._context.clean_gradients()
         for name, parameter in self._context.model.named_parameters():
             # The clean pass shows the true error of every route, cleaned or not.
-            self._context.errors.observe(step, name, parameter.grad - clean[name])
+            self._context.errors.observe_total(step, name, parameter.grad - clean[name])
             if name in self._cleaned:
                 parameter.grad.copy_(clean[name])

@@ -15,11 +15,6 @@ from qkpipe.model.attention import Attention, make_kernel
 from qkpipe.model.linear import Linear
 from qkpipe.numerics.counter_rng import fold_in
 
-ROUTES = ("qk", "value", "proj", "mlp", "embed")
-"""Disjoint groups of weight gradients (study.md); ``vo`` and ``all`` are unions of them."""
-
-_UNIONS = {"vo": ("value", "proj"), "all": ("qk", "value", "proj", "mlp")}
-
 
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
@@ -123,25 +118,3 @@ class Transformer(nn.Module):
                 attention.kernel, attention.tap, attention.sensing = own
             for linear, weight_gradient in linears:
                 linear.weight_gradient = weight_gradient
-
-
-def route_of(parameter_name: str) -> tuple[str, int]:
-    """Route and layer of a parameter by its name; layer -1 outside the blocks."""
-    parts = parameter_name.split(".")
-    layer = int(parts[1]) if parts[0] == "blocks" else -1
-    matrix = parts[-2]
-    routes = {
-        "W_Q": "qk",
-        "W_K": "qk",
-        "W_V": "value",
-        "W_O": "proj",
-        "W_up": "mlp",
-        "W_gate": "mlp",
-        "W_down": "mlp",
-    }
-    return routes.get(matrix, "embed"), layer
-
-
-def expand_routes(routes: tuple[str, ...]) -> frozenset[str]:
-    """Resolve the unions ``vo`` and ``all`` into disjoint routes."""
-    return frozenset(part for route in routes for part in _UNIONS.get(route, (route,)))

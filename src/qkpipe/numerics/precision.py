@@ -29,9 +29,9 @@ def _check_mode(mode: Any, quantity: str) -> None:
         raise BadInput(f"{quantity}: rounding mode = {mode!r}; allowed: {', '.join(MODES)}")
 
 
-def _check_gain(gain: Any, quantity: str) -> None:
+def _check_gain(gain: Any, owner: str, key: str = "gain") -> None:
     if not (_is_number(gain) and math.isfinite(gain) and gain >= 0):
-        raise BadInput(f"{quantity}: gain = {gain!r}; allowed: a finite number, 0 or more")
+        raise BadInput(f"{owner}: {key} = {gain!r}; allowed: a finite number, 0 or more")
 
 
 def _reject_unknown(kind: str, given: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
@@ -232,7 +232,7 @@ class StreamRepair:
         if beta is not None and not (_is_number(beta) and 2 <= beta <= 8):
             raise BadInput(f"repair: tied_max_beta = {beta!r}; allowed: none, or a number from 2 to 8")
         for key in ("delta_gain", "out_gain"):
-            _check_gain(getattr(self, key), f"repair.{key}")
+            _check_gain(getattr(self, key), "repair", key)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> StreamRepair:

@@ -166,7 +166,9 @@ def streaming_attention(
     scale = _check_inputs(q, k, v, causal, scale)
     if isinstance(tile, bool) or not isinstance(tile, int) or tile < 1:
         raise BadInput(f"tile = {tile!r}; allowed: an integer, 1 or more")
-    if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1 or block % tile):
+    if block is not None and (
+        isinstance(block, bool) or not isinstance(block, int) or block < 1 or block % tile
+    ):
         raise BadInput(f"block = {block!r}; allowed: none, or a multiple of tile = {tile}")
     stream_keys(seed, 0)  # refuses a seed out of range
     call = Call(

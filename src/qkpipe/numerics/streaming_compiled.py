@@ -330,7 +330,9 @@ def _forward_kernel(
                     block = t // tiles_a_block
                     if compensated:
                         _add_compensation(l, l_low, acc_LD, low_LD, D)
-                    lanes.divide_rows(acc_LD, l, block_o_LD, block_out_LD, padded, at, block, first_row * D, D)
+                    lanes.divide_rows(
+                        acc_LD, l, block_o_LD, block_out_LD, padded, at, block, first_row * D, D
+                    )
                     _log_sum_exp(m, l, block_lse)
                     lanes.round_lanes(block_lse, LSE, at, block, first_row)
                     if block == 0:

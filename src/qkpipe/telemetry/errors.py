@@ -23,29 +23,42 @@ class _Track:
 class GradientErrors:
     """Keeps, for every parameter, the running coherence of the error that faults put into its gradient.
 
-    Coherence is the EMA (0.9) of mean(sign(E_t) * sign(E_t-1)): 1 for a fixed sign pattern, about 0 for one redrawn every step.
-    A parameter's track starts with its first error; an element without error, or with NaN, has sign 0.
+    Errors of one parameter and step add up: two faults on a route leave the sum of what they did. Coherence is the EMA (0.9)
+    of mean(sign(E_t) * sign(E_t-1)): 1 for a fixed sign pattern, about 0 for one redrawn every step. A parameter's track
+    starts with its first error; an element without error, or with NaN, has sign 0.
     """
 
     def __init__(self) -> None:
         self._tracks: dict[str, _Track] = {}
+        self._latest: dict[
+            str, tuple[Tensor, _Track | None]
+        ] = {}  # this step's error, and the track before it
 
     @torch.no_grad()
     def observe(self, step: int, name: str, error: Tensor) -> None:
-        """Record ``error`` = faulty - clean gradient of parameter ``name`` in ``step``; the first of a step counts."""
+        """Add ``error``, what a fault did to the gradient of parameter ``name`` in ``step``."""
+        before = self._tracks.get(name)
         if self.seen(name, step):
-            return
+            earlier, before = self._latest[name]
+            error = earlier + error
+        self._record(step, name, error, before)
+
+    @torch.no_grad()
+    def observe_total(self, step: int, name: str, error: Tensor) -> None:
+        """Record ``error`` = faulty - clean gradient: all that faults did in ``step``, in place of what they said themselves."""
+        before = self._latest[name][1] if self.seen(name, step) else self._tracks.get(name)
+        self._record(step, name, error, before)
+
+    def _record(self, step: int, name: str, error: Tensor, before: _Track | None) -> None:
         # A NaN has no sign: one bad step must not turn the running coherence into NaN for good.
         signs = error.sign().nan_to_num(nan=0.0)
-        track = self._tracks.get(name)
-        if track is None:
-            track = self._tracks[name] = _Track(signs)
-        else:
-            agreement = float((signs * track.signs).mean())
-            previous = track.coherence
-            track.coherence = agreement if previous is None else EMA * previous + (1 - EMA) * agreement
-            track.signs = signs
-        track.norm, track.mean, track.step = float(error.norm()), float(error.mean()), step
+        coherence = None
+        if before is not None:
+            agreement = float((signs * before.signs).mean())
+            previous = before.coherence
+            coherence = agreement if previous is None else EMA * previous + (1 - EMA) * agreement
+        self._latest[name] = error, before
+        self._tracks[name] = _Track(signs, coherence, float(error.norm()), float(error.mean()), step)
 
     def row(self, step: int, names: list[str], sizes: list[int]) -> dict[str, float | None]:
         """error_norm, error_mean and coherence of the parameters ``names`` together; null where ``step`` saw no error.

@@ -8,7 +8,8 @@ import torch
 
 from qkpipe.guard import max_logit_per_head
 from qkpipe.model.attention import Tap
-from qkpipe.model.transformer import Transformer, route_of
+from qkpipe.model.routes import route_of
+from qkpipe.model.transformer import Transformer
 from qkpipe.numerics.spectra import leading_triplets, leading_values_batched, sigma_qk_max
 from qkpipe.telemetry.errors import GradientErrors
 from qkpipe.telemetry.updates import UpdateSigns

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkpipe.config.models import RunConfig
-from qkpipe.model.transformer import Transformer, expand_routes, route_of
+from qkpipe.model.routes import expand_routes, route_of
+from qkpipe.model.transformer import Transformer
 from qkpipe.telemetry.errors import GradientErrors
 from qkpipe.telemetry.writer import PartWriter
+from qkpipe.train.optimizer import optimizer_over
 
 
 @dataclass
@@ -45,6 +47,10 @@ class BuildContext:
             if layer >= 0 and matrix in names:
                 found.append((layer, matrix, parameter))
         return found
+
+    def make_optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        """An optimizer like the run's, over other parameters."""
+        return optimizer_over(parameters, self.run.optimizer)
 
     def event(self, step: int, kind: str, **detail: Any) -> None:
         self.writer.add("events", step=step, kind=kind, detail=json.dumps(detail, sort_keys=True))

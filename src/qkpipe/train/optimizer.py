@@ -15,8 +15,13 @@ from qkpipe.config.models import OptimizerConfig
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """AdamW or SGD with momentum, fused. Weight decay applies to every matrix and no gain, as in nanoGPT."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    gains = [p for p in model.parameters() if p.dim() < 2]
+    return optimizer_over(list(model.parameters()), config)
+
+
+def optimizer_over(parameters: list[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    """The same over any parameters."""
+    matrices = [p for p in parameters if p.dim() >= 2]
+    gains = [p for p in parameters if p.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": gains, "weight_decay": 0.0},
