@@ -165,16 +165,9 @@ def _tokenizer(args: argparse.Namespace) -> None:
 
 
 def _data_names(args: argparse.Namespace):
-    """Study, paths, corpus and tokenizer, both known."""
-    from qkpipe.config.load import known
-
+    """Study, paths, corpus and tokenizer."""
     study, paths = _study(args)
-    file = study.folder / "study.yaml"
-    corpus = known(args.corpus or study.scale_config.corpus, study.config.corpora, file, "corpora")
-    tokenizer = known(
-        args.tokenizer or study.scale_config.tokenizer, study.config.tokenizers, file, "tokenizers"
-    )
-    return study, paths, corpus, tokenizer
+    return study, paths, *study.data_names(args.corpus, args.tokenizer)
 
 
 def _warm_up(args: argparse.Namespace) -> None:

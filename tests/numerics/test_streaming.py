@@ -156,7 +156,7 @@ def test_out_gain_amplifies_the_output_error():
 
 def test_gain_of_a_rounding_amplifies_its_error_alone():
     """One rounding, of the output: the error is gain times that of the plain rounding, exactly where both are powers of two."""
-    q, k, v, do = tensors(Tq=64, D=16)
+    q, k, v, _ = tensors(Tq=64, D=16)
     plain = streaming_attention(q, k, v, tile=16)
     error = streaming_attention(q, k, v, tile=16, precision=StreamPrecision(o=7)) - plain
     gained = StreamPrecision(o=Rounding(7, gain=32))

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from qkpipe.config.base import Frozen
-from qkpipe.config.load import DEFAULT_CONFIG, Study, _read, _validated, known
+from qkpipe.config.load import DEFAULT_CONFIG, Study, _known, _read, _validated
 from qkpipe.config.models import Name
 from qkpipe.errors import BadInput
 
@@ -170,14 +170,14 @@ def check_arms(config: ClaimsConfig, study: Study) -> None:
     for claim_id, claim in config.claims.items():
         for i, part in enumerate(claim.parts):
             for side in ("treated", "control"):
-                arm = known(getattr(part, side), study.runnable, path, f"claims.{claim_id}.parts.{i}.{side}")
+                arm = _known(getattr(part, side), study.runnable, path, f"claims.{claim_id}.parts.{i}.{side}")
                 if part.outcome == "log_max_logit" and _normalises_qk(study, arm):
                     raise BadInput(
                         f"{path}: claims.{claim_id}.parts.{i}.outcome: log_max_logit with arm {arm!r}, whose QK "
                         "normalisation bounds it by construction; allowed: collapse, log_sigma, final_val_loss"
                     )
     for arm in config.regime.arms:
-        known(arm, study.runnable, path, "regime")
+        _known(arm, study.runnable, path, "regime")
 
 
 def _normalises_qk(study: Study, arm: str) -> bool:

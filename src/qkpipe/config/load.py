@@ -40,7 +40,7 @@ class Study:
         arms_file = self.folder / "arms.yaml"
         for name, body in _read(arms_file).items():
             self.arms[str(name)] = _validated(ArmConfig, arms_file, body or {}, prefix=str(name))
-        self.scale = known(
+        self.scale = _known(
             scale or self.config.scale, self.config.scales, self.folder / "study.yaml", "scale"
         )
         self._check_names()
@@ -57,7 +57,7 @@ class Study:
     def resolve(self, arm: str, seed: int) -> RunConfig:
         """The full config of one run; every mistake is one :class:`BadInput` line, before any work."""
         arms_file = self.folder / "arms.yaml"
-        known(arm, self.runnable, arms_file, "arm")
+        _known(arm, self.runnable, arms_file, "arm")
         scale = self.scale_config
         merged: dict[str, Any] = {
             key: getattr(scale, key).model_dump(exclude_unset=True)
@@ -89,6 +89,14 @@ class Study:
                 raise BadInput(f"{arms_file}: {arm}.{error}") from None
         return run
 
+    def data_names(self, corpus: str | None, tokenizer: str | None) -> tuple[str, str]:
+        """Names of a corpus and a tokenizer of the study, by default the scale's; :class:`BadInput` where there are none."""
+        file = self.folder / "study.yaml"
+        return (
+            _known(corpus or self.scale_config.corpus, self.config.corpora, file, "corpora"),
+            _known(tokenizer or self.scale_config.tokenizer, self.config.tokenizers, file, "tokenizers"),
+        )
+
     def role(self, arm: str, seed: int) -> str:
         """Declared role of a seed where that role covers the arm, else ``extra``."""
         for name, role in self.config.roles.items():
@@ -99,7 +107,7 @@ class Study:
     def requested(self, target: str, seeds: Iterable[int] | None = None) -> list[RunKey]:
         """Runs of a target, arm by arm; ``seeds`` replaces the declared seeds."""
         target_config = self.config.targets[
-            known(target, self.config.targets, self.folder / "study.yaml", "targets")
+            _known(target, self.config.targets, self.folder / "study.yaml", "targets")
         ]
         arms = self._matching(target_config.arms)
         declared = self.config.roles[target_config.role].seeds[: target_config.n_seeds]
@@ -143,28 +151,28 @@ class Study:
     def _check_names(self) -> None:
         study, arms = self.folder / "study.yaml", self.folder / "arms.yaml"
         for name, scale in self.config.scales.items():
-            known(scale.corpus, self.config.corpora, study, f"scales.{name}.corpus")
-            known(scale.tokenizer, self.config.tokenizers, study, f"scales.{name}.tokenizer")
+            _known(scale.corpus, self.config.corpora, study, f"scales.{name}.corpus")
+            _known(scale.tokenizer, self.config.tokenizers, study, f"scales.{name}.tokenizer")
         for name, threshold in self.config.thresholds.items():
-            known(name, self.config.scales, study, "thresholds")
-            known(threshold.arm, self.runnable, study, f"thresholds.{name}.arm")
+            _known(name, self.config.scales, study, "thresholds")
+            _known(threshold.arm, self.runnable, study, f"thresholds.{name}.arm")
         for name, arm in self.arms.items():
             if arm.extends is not None:
-                known(arm.extends, self.arms, arms, f"{name}.extends")
+                _known(arm.extends, self.arms, arms, f"{name}.extends")
             if arm.corpus is not None:
-                known(arm.corpus, self.config.corpora, arms, f"{name}.corpus")
+                _known(arm.corpus, self.config.corpora, arms, f"{name}.corpus")
             if arm.tokenizer is not None:
-                known(arm.tokenizer, self.config.tokenizers, arms, f"{name}.tokenizer")
+                _known(arm.tokenizer, self.config.tokenizers, arms, f"{name}.tokenizer")
             if arm.twin is not None:
-                known(arm.twin, self.runnable, arms, f"{name}.twin")
+                _known(arm.twin, self.runnable, arms, f"{name}.twin")
         for name, target in self.config.targets.items():
-            known(target.role, self.config.roles, study, f"targets.{name}.role")
+            _known(target.role, self.config.roles, study, f"targets.{name}.role")
             for pattern in target.arms:
                 if not self._matching([pattern]):
-                    known(pattern, self.runnable, study, f"targets.{name}.arms")
+                    _known(pattern, self.runnable, study, f"targets.{name}.arms")
         for name, role in self.config.roles.items():
             for arm_name in role.arms or ():
-                known(arm_name, self.runnable, study, f"roles.{name}.arms")
+                _known(arm_name, self.runnable, study, f"roles.{name}.arms")
 
 
 def load_study(folder: Path | str = DEFAULT_CONFIG, scale: str | None = None) -> Study:
@@ -258,8 +266,7 @@ def _inner_model(annotation: Any) -> Any:
     return None
 
 
-def known(value: str, allowed: Iterable[str], path: Path, key: str) -> str:
-    """``value`` if it is allowed, else :class:`BadInput` that says what is."""
+def _known(value: str, allowed: Iterable[str], path: Path, key: str) -> str:
     names = list(allowed)
     if value not in names:
         close = difflib.get_close_matches(value, names, n=1)
