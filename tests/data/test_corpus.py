@@ -54,7 +54,7 @@ def test_reads_the_packages_texts_in_order(tmp_path):
 def test_whole_files_are_held_out_from_the_end(tmp_path):
     read = corpus.load_corpus(shelve(tmp_path, PLAYS, validation_fraction=0.05), tmp_path)
     assert b"".join(read.validation) == PLAYS["plays/sub/c.md"]
-    assert read.train == PLAYS["plays/a.md"] + PLAYS["plays/b.md"]
+    assert read.train == [PLAYS["plays/a.md"], PLAYS["plays/b.md"]]
     assert read.files[0].sha256 == hashlib.sha256(PLAYS["plays/a.md"]).hexdigest()
 
 
