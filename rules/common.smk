@@ -74,11 +74,6 @@ def tokenizer_of(dataset):
     return STUDY.config.tokenizers[DATASETS[dataset][1]]
 
 
-def names_of(dataset):
-    """A data set as options of the command line."""
-    return "--corpus {} --tokenizer {}".format(*DATASETS[dataset])
-
-
 def trained_tokenizer(dataset):
     """The file of a tokenizer that has to be trained first, if it has."""
     return [PATHS.results / "data" / dataset / "tokenizer.json"] if tokenizer_of(dataset).kind == "bpe" else []
@@ -92,9 +87,11 @@ except BadInput as error:
 PATHS = StudyPaths(STUDY.scale)
 RESOURCES = STUDY.scale_config.resources
 RESOLVED = {arm: STUDY.resolve(arm, 0) for arm in STUDY.runnable}
+DATA = PATHS.data(STUDY.scale_config.corpus, STUDY.scale_config.tokenizer)
 # Folder of an arm's data, and the names of its corpus and tokenizer by that folder's name.
-DATA = {arm: PATHS.data(run.corpus_name, run.tokenizer_name) for arm, run in RESOLVED.items()}
-DATASETS = {DATA[arm].name: (run.corpus_name, run.tokenizer_name) for arm, run in RESOLVED.items()}
+DATA_OF = {arm: PATHS.data(run.corpus_name, run.tokenizer_name) for arm, run in RESOLVED.items()}
+DATASETS = {DATA.name: (STUDY.scale_config.corpus, STUDY.scale_config.tokenizer)}
+DATASETS |= {DATA_OF[arm].name: (run.corpus_name, run.tokenizer_name) for arm, run in RESOLVED.items()}
 LOGS = Path("logs") / STUDY.scale
 CONFIG_HASHES = {arm: run.config_hash for arm, run in RESOLVED.items()}
 COMPILED = PATHS.results / "kernels.compiled"

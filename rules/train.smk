@@ -4,7 +4,7 @@
 
 rule train:
     input:
-        meta=lambda wildcards: DATA[wildcards.arm] / "meta.json",
+        meta=lambda wildcards: DATA_OF[wildcards.arm] / "meta.json",
     output:
         record=PATHS.run("{arm}", "{seed}").record,
         steps=PATHS.run("{arm}", "{seed}").table("steps"),

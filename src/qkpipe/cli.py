@@ -68,8 +68,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         ("data", _data, "fetch, verify, tokenize and shard a corpus"),
     ):
         data = command(name, run, text)
-        data.add_argument("--corpus", help="of study.yaml (the scale's)")
-        data.add_argument("--tokenizer", help="of study.yaml (the scale's)")
+        data.add_argument("--dataset", metavar="CORPUS-TOKENIZER", help="names of study.yaml (the scale's)")
     command("warm-up", _warm_up, "compile the CPU kernels into numba's cache")
     train = command("train", _train, "train one run; killed, it goes on from its checkpoint")
     train.add_argument("--arm", required=True)
@@ -155,19 +154,19 @@ def _effective_config(args: argparse.Namespace) -> None:
 def _data(args: argparse.Namespace) -> None:
     from qkpipe.data.shards import prepare
 
-    prepare(*_data_names(args))
+    prepare(*_dataset(args))
 
 
 def _tokenizer(args: argparse.Namespace) -> None:
     from qkpipe.data.shards import train_tokenizer
 
-    train_tokenizer(*_data_names(args))
+    train_tokenizer(*_dataset(args))
 
 
-def _data_names(args: argparse.Namespace):
+def _dataset(args: argparse.Namespace):
     """Study, paths, corpus and tokenizer."""
     study, paths = _study(args)
-    return study, paths, *study.data_names(args.corpus, args.tokenizer)
+    return study, paths, *study.dataset(args.dataset)
 
 
 def _warm_up(args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import yaml
 
 from qkpipe.config import RunKey, load_study
 from qkpipe.config.claims import check_arms, load_claims
+from qkpipe.config.load import _read
 from qkpipe.errors import BadInput
 
 TINY = Path(__file__).parents[1] / "tiny"
@@ -119,3 +120,26 @@ def test_the_studys_claims_name_its_arms():
         (run.arm, run.seed) for run in runs
     }
     assert {study.role(run.arm, run.seed) for run in runs} == {"confirmatory"}
+
+
+def test_a_dataset_is_a_corpus_and_a_tokenizer_of_the_study_and_an_arm_may_name_its_own(study):
+    real = load_study()
+    assert real.dataset(None) == ("shakespeare", "bytes")
+    assert real.dataset("shakespeare-bpe512") == ("shakespeare", "bpe512")
+    with pytest.raises(BadInput, match=r"dataset: unknown name 'shakespeare-bpe'; did you mean"):
+        real.dataset("shakespeare-bpe")
+    run = real.resolve("bpe-faulty", 0)
+    assert (run.tokenizer_name, run.tokenizer.vocab_size) == ("bpe512", 512)
+    with pytest.raises(BadInput, match=r"arms.yaml: own.tokenizer: unknown name 'words'; .*allowed: bytes"):
+        study(own={"extends": "faulty", "tokenizer": "words"})
+
+
+def test_merged_anchors_may_be_overridden_but_a_key_given_twice_is_refused(study, tmp_path):
+    text = (
+        "a: { faults: [&x { kind: quantizer, routes: [mlp] }] }\nb: { faults: [{ <<: *x, routes: [qk] }] }\n"
+    )
+    (tmp_path / "arms.yaml").write_text(text)
+    assert _read(tmp_path / "arms.yaml")["b"]["faults"] == [{"kind": "quantizer", "routes": ["qk"]}]
+    (tmp_path / "arms.yaml").write_text("a: { group: x, group: y }\n")
+    with pytest.raises(BadInput, match="'group' is given twice"):
+        _read(tmp_path / "arms.yaml")

@@ -89,13 +89,11 @@ class Study:
                 raise BadInput(f"{arms_file}: {arm}.{error}") from None
         return run
 
-    def data_names(self, corpus: str | None, tokenizer: str | None) -> tuple[str, str]:
-        """Names of a corpus and a tokenizer of the study, by default the scale's; :class:`BadInput` where there are none."""
-        file = self.folder / "study.yaml"
-        return (
-            _known(corpus or self.scale_config.corpus, self.config.corpora, file, "corpora"),
-            _known(tokenizer or self.scale_config.tokenizer, self.config.tokenizers, file, "tokenizers"),
-        )
+    def dataset(self, name: str | None) -> tuple[str, str]:
+        """Corpus and tokenizer of ``<corpus>-<tokenizer>``, by default the scale's; :class:`BadInput` if unknown."""
+        pairs = {f"{c}-{t}": (c, t) for c in self.config.corpora for t in self.config.tokenizers}
+        own = f"{self.scale_config.corpus}-{self.scale_config.tokenizer}"
+        return pairs[_known(name or own, pairs, self.folder / "study.yaml", "dataset")]
 
     def role(self, arm: str, seed: int) -> str:
         """Declared role of a seed where that role covers the arm, else ``extra``."""
