@@ -106,6 +106,9 @@ CLAIMS = STUDY.folder / "claims.yaml"
 # What judges the declared claims, the guard's threshold and the regime.
 DECLARED = [PATHS.analysis("claims"), PATHS.table("threshold"), PATHS.table("regime")] if CLAIMS.exists() else []
 
+# Runs that need no GPU can share a job of a cluster: how many, says group-components of the profile.
+RUNS_GROUP = None if RESOURCES.gpus else f"{STUDY.scale}_runs"
+
 # Rules say `qkpipe COMMAND`; which interpreter, study and scale that means is said here, where it triggers no rerun.
 shell.prefix(
     f"set -euo pipefail; qkpipe() ( exec {shlex.quote(sys.executable)} -m qkpipe "

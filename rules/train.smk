@@ -27,7 +27,8 @@ rule train:
         runtime=RESOURCES.runtime_min,
         cpus_per_task=RESOURCES.cpus,
         **({"gpu": RESOURCES.gpus} if RESOURCES.gpus else {}),
-    retries: 0
+    group:
+        RUNS_GROUP
     message:
         "Training {wildcards.arm}, seed {wildcards.seed} (log: {log})"
     shell:

@@ -39,6 +39,11 @@ class ScratchPaths:
         return self.folder / "lock"
 
     @property
+    def identity(self) -> Path:
+        """Whose work it is: scale, arm and seed, which the folder's name does not tell."""
+        return self.folder / "identity.json"
+
+    @property
     def checkpoint(self) -> Path:
         return self.folder / "checkpoint.pt"
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from qkpipe.config.models import PAPER_TAU, ArmConfig, RunConfig, ScaleConfig, StudyConfig
+from qkpipe.config.models import PAPER_TAU, ArmConfig, RunConfig, ScaleConfig, StudyConfig, run_id
 from qkpipe.errors import BadInput
 
 DEFAULT_CONFIG = Path("workflow/config")
@@ -43,6 +43,7 @@ class Study:
         self.scale = _known(
             scale or self.config.scale, self.config.scales, self.folder / "study.yaml", "scale"
         )
+        self._hashes: dict[str, str] = {}
         self._check_names()
 
     @property
@@ -94,6 +95,15 @@ class Study:
         pairs = {f"{c}-{t}": (c, t) for c in self.config.corpora for t in self.config.tokenizers}
         own = f"{self.scale_config.corpus}-{self.scale_config.tokenizer}"
         return pairs[_known(name or own, pairs, self.folder / "study.yaml", "dataset")]
+    def config_hash(self, arm: str) -> str:
+        """The config hash of an arm's runs, which share it; resolved once."""
+        if arm not in self._hashes:
+            self._hashes[arm] = self.resolve(arm, 0).config_hash
+        return self._hashes[arm]
+
+    def run_id(self, key: RunKey) -> str:
+        """The ``run_id`` of a run, without resolving it."""
+        return run_id(self.scale, key.arm, key.seed, self.config_hash(key.arm))
 
     def role(self, arm: str, seed: int) -> str:
         """Declared role of a seed where that role covers the arm, else ``extra``."""

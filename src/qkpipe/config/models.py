@@ -469,7 +469,7 @@ class RunConfig(Frozen):
 
     @property
     def run_id(self) -> str:
-        return _digest([self.scale, self.arm, self.seed, self.config_hash])[:16]
+        return run_id(self.scale, self.arm, self.seed, self.config_hash)
 
     def labels(self) -> dict[str, str]:
         """Columns of the ``runs`` table that say in words what the run is."""
@@ -493,6 +493,11 @@ class RunConfig(Frozen):
     @property
     def tokens_per_step(self) -> int:
         return self.train.batch_size * self.train.accumulation * self.model.context
+
+
+def run_id(scale: str, arm: str, seed: int, config_hash: str) -> str:
+    """Names one run in every table and in ``scratch/``."""
+    return _digest([scale, arm, seed, config_hash])[:16]
 
 
 def _digest(value: Any) -> str:

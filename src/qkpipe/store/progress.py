@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from qkpipe.config import RunConfig, RunKey, Study
 from qkpipe.paths import StudyPaths
-from qkpipe.store.scan import scan
+from qkpipe.store.scan import scan, unfinished
 
 ASSUMED_FLOPS = {"cpu": 1.8e10, "cuda": 2.0e14}
 """Sustained FLOP/s of one CPU thread (12,500 tokens a second at scale micro, two runs at a time) and of one data-centre GPU
@@ -36,20 +36,22 @@ def plan(study: Study, paths: StudyPaths, seeds: Iterable[int] | None = None) ->
 
 
 def status(study: Study, paths: StudyPaths, seeds: Iterable[int] | None = None) -> Iterator[str]:
-    """Lines: one a requested run that is not done, with its state, and the counts.
+    """Lines: one a run that is under way, requested or not, with its state, and the counts.
 
     ``running``: a live process holds its lock; ``unfinished``: it was killed or failed, and goes on from its
     checkpoint; ``missing``: not begun.
     """
-    runs = list(dict.fromkeys(run for name in study.config.targets for run in study.requested(name, seeds)))
-    done = _done(study, paths)
-    states = {run: "done" if run in done else _state(study.resolve(run.arm, run.seed), paths) for run in runs}
+    found = scan(paths, study)
+    done = {run.key for run in found.completed}
+    begun = {key: "running" if _held(scratch.lock) else "unfinished" for key, scratch in unfinished(paths, study)}
+    asked = (run for name in study.config.targets for run in study.requested(name, seeds))
+    states = {run: "done" if run in done else begun.get(run, "missing") for run in [*asked, *begun]}
     for run, state in states.items():
         if state in ("running", "unfinished"):
             yield f"{state:<11} {run.arm}/seed={run.seed}"
     counts = [f"{list(states.values()).count(s)} {s}" for s in ("done", "running", "unfinished", "missing")]
     yield f"{study.scale}: {', '.join(counts)}"
-    for excluded in scan(paths, study).excluded:
+    for excluded in found.excluded:
         yield f"excluded    {excluded.path}: {excluded.reason}"
 
 
@@ -90,15 +92,8 @@ def _speeds(paths: StudyPaths, done: Iterable[RunKey]) -> dict[str, list[float]]
     return {arm: values for arm, values in speeds.items() if values}
 
 
-def _done(study: Study, paths: StudyPaths) -> list[RunKey]:
-    return [run.key for run in scan(paths, study).completed]
-
-
-def _state(run: RunConfig, paths: StudyPaths) -> str:
-    scratch = paths.scratch(run.run_id)
-    if not scratch.folder.exists():
-        return "missing"
-    return "running" if _held(scratch.lock) else "unfinished"
+def _done(study: Study, paths: StudyPaths) -> dict[RunKey, None]:
+    return dict.fromkeys(run.key for run in scan(paths, study).completed)
 
 
 def _held(lock: Path) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from qkpipe.config import RunConfig, RunKey, Study
 from qkpipe.errors import BadInput
-from qkpipe.paths import RunPaths, StudyPaths
+from qkpipe.paths import RunPaths, ScratchPaths, StudyPaths
 from qkpipe.telemetry.schema import SCHEMA_VERSION
 
 
@@ -20,8 +22,16 @@ class CompletedRun:
 
     key: RunKey
     paths: RunPaths
-    config: RunConfig
+    study: Study
     record: dict[str, Any]
+
+    @property
+    def run_id(self) -> str:
+        return self.study.run_id(self.key)
+
+    @cached_property
+    def config(self) -> RunConfig:
+        return self.study.resolve(self.key.arm, self.key.seed)
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,20 @@ def scan(paths: StudyPaths, study: Study) -> Scan:
     return Scan(tuple(completed), tuple(excluded))
 
 
+def unfinished(paths: StudyPaths, study: Study) -> Iterator[tuple[RunKey, ScratchPaths]]:
+    """Runs of the current config that have been begun and are not done, whether or not a target asks for them."""
+    for identity in sorted((paths.root / "scratch").glob("*/identity.json")):
+        try:
+            begun = json.loads(identity.read_text(encoding="utf-8"))
+        except FileNotFoundError:  # it ended meanwhile
+            continue
+        if begun["scale"] != study.scale or begun["arm"] not in study.runnable:
+            continue
+        key = RunKey(begun["arm"], begun["seed"])
+        if identity.parent.name == study.run_id(key):
+            yield key, ScratchPaths(identity.parent)
+
+
 def union(paths: StudyPaths, study: Study, requested: Iterable[RunKey]) -> Scan:
     """:func:`scan`, after making sure that every requested run is there; :class:`BadInput` names those that are not."""
     found = scan(paths, study)
@@ -92,13 +116,13 @@ def _completed(
         raise BadInput(f"run.json is not readable ({type(error).__name__})") from None
     if version != SCHEMA_VERSION:
         raise BadInput(f"schema version {version}, now {SCHEMA_VERSION}")
-    config = study.resolve(arm, seed)
-    if found_hash != config.config_hash:
-        raise BadInput(f"config hash {found_hash[:12]}, now {config.config_hash[:12]}")
+    if found_hash != (now := study.config_hash(arm)):
+        raise BadInput(f"config hash {found_hash[:12]}, now {now[:12]}")
     run = paths.run(arm, seed)
-    if absent := [path.name for path in run.outputs if not path.exists()]:
+    there = os.listdir(run.folder)
+    if absent := [path.name for path in run.outputs if path.name not in there]:
         raise BadInput(f"{', '.join(absent)} missing")
-    return CompletedRun(RunKey(arm, seed), run, config, record)
+    return CompletedRun(RunKey(arm, seed), run, study, record)
 
 
 def _seed(folder: Path) -> int | None:

@@ -55,6 +55,7 @@ def train_run(run: RunConfig, paths: StudyPaths, *, progress: bool | None = None
         raise BadInput(f"{run.arm}: train.device: 'cuda' is not available here; allowed: cpu")
     target, scratch = paths.run(run.arm, run.seed), paths.scratch(run.run_id)
     scratch.folder.mkdir(parents=True, exist_ok=True)
+    _write_json(scratch.identity, {"scale": run.scale, "arm": run.arm, "seed": run.seed})
     lock = FileLock(scratch.lock)
     try:
         held = lock.acquire(timeout=LOCK_WAIT_S)
@@ -193,6 +194,10 @@ def _record(run: RunConfig, tokens: Tokens, trainer: Trainer, stopped: bool) -> 
 
 
 def _write_record(target: RunPaths, record: dict[str, Any]) -> None:
-    temporary = target.record.with_name(f".{target.record.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-    os.replace(temporary, target.record)
+    _write_json(target.record, record)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+    os.replace(temporary, path)
