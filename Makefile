@@ -1,4 +1,4 @@
-# make env | study | test | test-slow | test-slurm | bench | kernels-test | device-check | lint | schema | profiles | clean
+# make env | study | test | test-slow | test-slurm | test-tracking | bench | kernels-test | device-check | lint | schema | profiles | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ PROFILES := $(or $(XDG_CONFIG_HOME),$(HOME)/.config)/snakemake
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: env study test test-slow test-slurm bench kernels-test device-check lint schema profiles clean
+.PHONY: env study test test-slow test-slurm test-tracking bench kernels-test device-check lint schema profiles clean
 
 env: $(STAMP)
 
@@ -35,16 +35,19 @@ study: env
 # The CPU kernels are compiled before the two workers start, or each would compile them.
 test: lint
 	qkpipe warm-up
-	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile -m "not slow and not gpu and not slurm"
+	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile -m "not slow and not gpu and not slurm and not tracking"
 
 test-slow: env
-	OMP_NUM_THREADS=1 pytest -m "slow and not gpu and not slurm"
+	OMP_NUM_THREADS=1 pytest -m "slow and not gpu and not slurm and not tracking"
 
 # A throwaway Slurm on this machine, installed from Debian where missing; where that cannot be, this says why and passes.
 test-slurm: env
 	@tests/slurm/local_slurm start || { status=$$?; test $$status -eq 75 && echo "make test-slurm: SKIPPED" >&2 && exit 0; exit $$status; }
 	@if test -L /etc/slurm/slurm.conf; then OMP_NUM_THREADS=1 pytest -n 3 -m slurm tests/slurm; status=$$?; \
 	  tests/slurm/local_slurm stop; exit $$status; fi
+
+test-tracking: env
+	pytest -m tracking tests/tracking
 
 bench: env
 	snakemake benchmark --force --config scale=$(SCALE)

@@ -84,8 +84,11 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     report = command("report", _report, "write the HTML report")
     report.add_argument("--template", type=Path, default=Path("workflow/report/report.html.j2"))
     command("database", _database, "build study.duckdb")
-    mirror = command("mirror", _mirror, "mirror finished runs into MLflow (mlflow.db in the root)")
+    mirror = command(
+        "mirror", _mirror, "mirror finished runs into MLflow (MLFLOW_TRACKING_URI, else mlflow.db)"
+    )
     mirror.add_argument("--watch", action="store_true", help="go on, following runs as they train")
+    command("sync", _sync, "compare MLflow with the runs point by point, and write what it lacks")
     bench = command("bench", _bench, "time the operators and a training step against their peers")
     bench.add_argument("--arm", default="fp32", help="whose training step (fp32)")
     bench.add_argument(
@@ -221,6 +224,13 @@ def _mirror(args: argparse.Namespace) -> None:
 
     study, paths = _study(args)
     mirror(paths, study, watch=args.watch)
+
+
+def _sync(args: argparse.Namespace) -> None:
+    from qkpipe.store.mlflow_mirror import mirror
+
+    study, paths = _study(args)
+    print(f"{mirror(paths, study, verify=True)} runs written")
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -83,6 +83,11 @@ class StudyPaths:
     def analysis(self, name: str) -> Path:
         return self.results / "analysis" / f"{name}.parquet"
 
+    @property
+    def measured(self) -> Path:
+        """What aggregation remembers of every run; no output, and may be deleted."""
+        return self.results / "measured.parquet"
+
     def table(self, name: str, suffix: str = "parquet") -> Path:
         return self.results / "tables" / f"{name}.{suffix}"
 

@@ -1,4 +1,5 @@
 import math
+import os
 
 import pytest
 
@@ -106,3 +107,28 @@ def test_equal_inputs_give_equal_bytes(synthetic):
     before = [paths.analysis(name).read_bytes() for name in runs.OUTPUTS]
     runs.aggregate(paths, study, study.requested("core"))
     assert [paths.analysis(name).read_bytes() for name in runs.OUTPUTS] == before
+
+
+def test_a_new_run_does_not_read_the_others_again(tmp_path):
+    """The others' telemetry is torn after the first aggregation; a changed run is read again."""
+    study, paths = write_study(tmp_path / "config"), StudyPaths("tiny", tmp_path)
+    first, new = [RunKey("fp32", 0), RunKey("splice_mlp", 0)], RunKey("guard", 1)
+    write_runs(paths, study, first)
+    runs.aggregate(paths, study, first)
+    whole = {key.arm: paths.run(key.arm, key.seed).table("heads").read_bytes() for key in first}
+    for key in first:
+        paths.run(key.arm, key.seed).table("heads").write_bytes(b"torn")
+    write_runs(paths, study, [new])
+    runs.aggregate(paths, study, [*first, new])
+    kept = {name: read_table(paths.analysis(name)) for name in ("runs", "curves")}
+
+    for key in first:
+        paths.run(key.arm, key.seed).table("heads").write_bytes(whole[key.arm])
+    paths.measured.unlink()
+    runs.aggregate(paths, study, [*first, new])
+    assert {name: read_table(paths.analysis(name)) for name in kept} == kept
+
+    os.utime(paths.run("fp32", 0).record)
+    paths.run("fp32", 0).table("heads").write_bytes(b"torn")
+    with pytest.raises(BadInput, match="heads"):
+        runs.aggregate(paths, study, [*first, new])

@@ -1,11 +1,14 @@
 """The mirror against a real MLflow store in a temporary folder; one store for the module, creating it takes seconds."""
 
+import json
 import shutil
+import sqlite3
 
 import pytest
 
 from qkpipe.analysis import runs
 from qkpipe.config import RunKey
+from qkpipe.errors import BadInput
 from qkpipe.paths import RUN_TABLES, StudyPaths
 from qkpipe.store.mlflow_mirror import _mirror_once, flatten, mirror
 from qkpipe.telemetry.schema import TABLES
@@ -91,9 +94,13 @@ def test_an_interrupted_mirror_is_completed_without_double_points(store):
 
 
 def test_live_run_is_followed_and_then_closed(store):
+    """One that no target asks for."""
     paths, study, _, client = store
-    config = study.resolve("qk_norm", 0)
-    writer = PartWriter(paths.scratch(config.run_id), config.run_id)
+    config = study.resolve("qk_norm", 7)
+    scratch = paths.scratch(config.run_id)
+    scratch.folder.mkdir(parents=True)
+    scratch.identity.write_text(json.dumps({"scale": "tiny", "arm": "qk_norm", "seed": 7}))
+    writer = PartWriter(scratch, config.run_id)
     for end in (20, 40):
         for step in range(end - 20, end):
             writer.add("steps", step=step, loss=3.0)
@@ -101,13 +108,38 @@ def test_live_run_is_followed_and_then_closed(store):
                 writer.add("layers", step=step, layer=0, sigma_q_1=1.0)
         writer.flush()
         assert _mirror_once(client, paths, study, live=True) == 1
-        assert _runs(client)["qk_norm/seed=0"].info.status == "RUNNING"
-    assert [step for step, _ in _curve(client, "qk_norm/seed=0", "sigma_q_1")] == [0, 10, 20, 30]
+        assert _runs(client)["qk_norm/seed=7"].info.status == "RUNNING"
+    assert [step for step, _ in _curve(client, "qk_norm/seed=7", "sigma_q_1")] == [0, 10, 20, 30]
     assert _mirror_once(client, paths, study, live=True) == 0
-    write_run(paths, study, RunKey("qk_norm", 0), SHAPES["qk_norm"])
+    write_run(paths, study, RunKey("qk_norm", 7), SHAPES["qk_norm"])
     assert _mirror_once(client, paths, study, live=True) == 1
-    assert _runs(client)["qk_norm/seed=0"].info.status == "FINISHED"
-    assert len(_curve(client, "qk_norm/seed=0", "sigma_q_1")) == 40
+    assert _runs(client)["qk_norm/seed=7"].info.status == "FINISHED"
+    assert len(_curve(client, "qk_norm/seed=7", "sigma_q_1")) == 40
+
+
+def test_sync_finds_points_that_the_tags_say_are_there(tmp_path):
+    """Points deleted from the store behind the mirror's back; a second sync has nothing to do."""
+    study, paths = write_study(tmp_path / "config"), StudyPaths("tiny", tmp_path)
+    write_runs(paths, study, [RunKey("fp32", 0)])
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    client = mlflow.MlflowClient(uri)
+    assert mirror(paths, study, uri) == 1
+    whole = _curve(client, "fp32/seed=0", "loss")
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        assert database.execute("DELETE FROM metrics WHERE step > 100").rowcount > 100
+    assert mirror(paths, study, uri) == 0
+    assert mirror(paths, study, uri, verify=True) == 1
+    assert _curve(client, "fp32/seed=0", "loss") == whole
+    assert mirror(paths, study, uri, verify=True) == 0
+
+
+def test_a_server_that_is_away_is_one_line(store, monkeypatch):
+    paths, study, _, _ = store
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with pytest.raises(BadInput, match=r"http://127.0.0.1:9.*qkpipe sync") as error:
+        mirror(paths, study)
+    assert "\n" not in str(error.value)
 
 
 def test_flatten():

@@ -87,7 +87,10 @@ def _measure(run: RunPaths) -> dict[str, Any]:
         "final_sigma_q": last_finite(frame["sigma_q"]),
         "peak_logit": peak_finite(pd.concat([frame["max_logit"], steps["max_logit"]])),
         "wall_s": float(timing["wall_s"].sum()),
-        **{name: pa.array(frame[name], CURVES.field(name).type, from_pandas=True).to_pylist() for name in AXES},
+        **{
+            name: pa.array(frame[name], CURVES.field(name).type, from_pandas=True).to_pylist()
+            for name in AXES
+        },
     }
 
 

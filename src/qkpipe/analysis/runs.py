@@ -6,15 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pyarrow as pa
 
-from qkpipe.analysis.curves import CURVES, last_finite, peak_finite, run_curves
+from qkpipe.analysis.curves import CURVES
+from qkpipe.analysis.measured import AXES, SCALARS, measured
 from qkpipe.analysis.settings import settings
-from qkpipe.analysis.verdict import PAPER, PRIMARY, judge, smooth
 from qkpipe.config import RunKey, Study
 from qkpipe.paths import StudyPaths
-from qkpipe.store.parquet import read_table, write_table
+from qkpipe.store.parquet import write_table
 from qkpipe.store.scan import CompletedRun, union
 from qkpipe.telemetry.schema import RUNS
 
@@ -32,62 +31,39 @@ def aggregate(paths: StudyPaths, study: Study, requested: Iterable[RunKey]) -> l
     Raises :class:`qkpipe.errors.BadInput` naming the requested runs that are not there. Returns the files written.
     """
     found = union(paths, study, requested)
+    known = measured(paths, found.completed)
     rows: list[dict[str, Any]] = []
-    curves: list[pd.DataFrame] = []
+    curves: list[pa.Table] = []
     for run in found.completed:
-        role = study.role(run.key.arm, run.key.seed)
-        frame = run_curves(run.paths)
+        own = known[run.run_id]
         identity = {
-            "run_id": run.config.run_id,
+            "run_id": run.run_id,
             "arm": run.key.arm,
             "group": run.config.group,
             "seed": run.key.seed,
-            "seed_role": role,
+            "seed_role": study.role(run.key.arm, run.key.seed),
         }
-        rows.append(identity | {"scale": study.scale} | describe(run, frame))
-        curves.append(frame.assign(**identity))
+        rows.append(identity | {"scale": study.scale} | describe(run) | {name: own[name] for name in SCALARS})
+        n = len(own["step"])
+        columns = {name: [value] * n for name, value in identity.items()} | {name: own[name] for name in AXES}
+        curves.append(pa.table(columns, CURVES))
     written = [paths.analysis(name) for name in OUTPUTS]
     write_table(written[0], rows, RUNS)
-    joined = pd.concat(curves) if curves else CURVES.empty_table().to_pandas()
-    write_table(written[1], pa.Table.from_pandas(joined[CURVES.names], CURVES, preserve_index=False), CURVES)
+    write_table(written[1], pa.concat_tables([CURVES.empty_table(), *curves]), CURVES)
     write_table(written[2], [vars(exclusion) for exclusion in found.excluded], EXCLUSIONS)
     return written
 
 
-def describe(run: CompletedRun, curves: pd.DataFrame) -> dict[str, Any]:
-    """What one run was and how it ended (columns of ``runs``); final values carry the last finite value forward."""
+def describe(run: CompletedRun) -> dict[str, Any]:
+    """What one run was, by its config and its record (columns of ``runs``)."""
     record = run.record
-    steps = read_table(run.paths.table("steps"), ["step", "loss", "max_logit", "val_loss"]).to_pandas()
-    timing = read_table(run.paths.table("timing"), ["wall_s"]).to_pandas()
-    verdict, paper = judge(steps["loss"], PRIMARY), judge(steps["loss"], PAPER)
-    ema = pd.Series(smooth(steps["loss"]))
+    names = (
+        "steps_planned", "steps_done", "fire_step", "tokens", "epochs", "device", "config_hash", "data_hash",
+        "code_version",
+    )  # fmt: skip
     return {
         **run.config.labels(),
         **settings(run.config),
         "twin": run.config.twin,
-        "steps_planned": record["steps_planned"],
-        "steps_done": record["steps_done"],
-        "collapsed": verdict.collapsed,
-        "collapse_step": _step(steps, verdict.collapse_index),
-        "censored": verdict.censored,
-        "collapsed_paper": paper.collapsed,
-        "collapse_step_paper": _step(steps, paper.collapse_index),
-        "fire_step": record["fire_step"],
-        "min_loss": float(ema.min()) if len(ema) else None,
-        "final_loss": last_finite(ema),
-        "final_val_loss": last_finite(steps["val_loss"]),
-        "peak_sigma_q": peak_finite(curves["sigma_q"]),
-        "final_sigma_q": last_finite(curves["sigma_q"]),
-        "peak_logit": peak_finite(pd.concat([curves["max_logit"], steps["max_logit"]])),
-        "tokens": record["tokens"],
-        "epochs": record["epochs"],
-        "wall_s": float(timing["wall_s"].sum()),
-        "device": record["device"],
-        "config_hash": record["config_hash"],
-        "data_hash": record["data_hash"],
-        "code_version": record["code_version"],
+        **{name: record[name] for name in names},
     }
-
-
-def _step(steps: pd.DataFrame, index: int | None) -> int | None:
-    return None if index is None else int(steps["step"].iloc[index])

@@ -15,6 +15,9 @@ from qkpipe.store.parquet import read_table
 COPY_LIMIT = 20_000_000
 """Rows of a telemetry table up to which it is copied; beyond, only the macro ``telemetry`` reads it."""
 
+QUERY_MEMORY = "2GB"
+"""What a query may take; DuckDB does larger ones in pieces, by way of a temporary file."""
+
 DESCRIPTIONS = {
     "runs": "one row a run: what it was, how it ended, both verdicts",
     "curves": "smoothed loss, sigma(W_Q) and largest logit of every run at its telemetry steps",
@@ -73,7 +76,7 @@ def query(database: Path, sql: str) -> pa.Table:
     if not database.exists():
         raise BadInput(f"{database}: no such file; it is built by the study's database step")
     try:
-        with duckdb.connect(database, read_only=True) as connection:
+        with duckdb.connect(database, read_only=True, config={"memory_limit": QUERY_MEMORY}) as connection:
             result = connection.sql(sql)
             if result is None:
                 raise BadInput(f"sql: {sql!r} returns no table; give a query (SELECT ... or FROM ...)")

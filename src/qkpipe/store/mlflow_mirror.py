@@ -2,7 +2,7 @@
 
 A mirrored run is found by its tag ``qkpipe.run_id``; how far it got is the tag ``qkpipe.mirrored_step``. A second mirror of a
 finished run adds nothing, and an interrupted one goes on where it stopped: a metric's time stamp is the run's start plus its
-step in milliseconds, so that writing a batch twice is writing it once.
+step in milliseconds, so that writing a batch twice is writing it once. A server that is away costs nothing but time.
 """
 
 from __future__ import annotations
@@ -15,49 +15,90 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import pyarrow as pa
+from filelock import FileLock
 
-from qkpipe.config import RunConfig, RunKey, Study
+from qkpipe.config import RunConfig, Study
+from qkpipe.errors import BadInput
 from qkpipe.paths import ScratchPaths, StudyPaths
 from qkpipe.store.parquet import read_table
-from qkpipe.store.scan import CompletedRun, scan
+from qkpipe.store.scan import CompletedRun, scan, unfinished
 from qkpipe.telemetry.schema import TABLES
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
+log = logging.getLogger(__name__)
+
 DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
 WATCH_SECONDS = 15.0
 METRICS_A_CALL, PARAMS_A_CALL = 1000, 100  # MLflow's limits of one log_batch
+
+LOGGED = ("steps", "layers", "heads")
+"""Telemetry tables that are shown."""
 
 STEP_METRICS = ("loss", "val_loss", "lr", "grad_norm", "update_norm", "guard_active")
 LAYER_METRICS = ("sigma_q_1", "sigma_k_1", "sigma_qk_max", "residual_r")
 OUTCOMES = ("collapsed", "collapse_step", "censored", "collapsed_paper", "fire_step", "seed_role")
 
 
-def mirror(paths: StudyPaths, study: Study, tracking_uri: str | None = None, watch: bool = False) -> int:
+def mirror(
+    paths: StudyPaths,
+    study: Study,
+    tracking_uri: str | None = None,
+    *,
+    watch: bool = False,
+    verify: bool = False,
+) -> int:
     """Bring MLflow up to date with the runs of the current config; returns how many runs were written to.
 
-    The store is ``tracking_uri``, by default ``sqlite:///mlflow.db`` in the working directory, where ``mlflow ui`` looks. With
-    ``watch``, goes on until interrupted, and shows unfinished runs of the study's targets as far as their last checkpoint.
+    The store is ``tracking_uri``, else that of ``MLFLOW_TRACKING_URI``, else ``sqlite:///mlflow.db`` in the working directory,
+    where ``mlflow ui`` looks.
+
+    Args:
+        watch: go on until interrupted, and show unfinished runs as far as their last checkpoint.
+        verify: compare every run with what is stored, point by point, unfinished runs too, and write what is missing.
+
+    Raises:
+        BadInput: the store does not answer (with ``watch``, that is logged, and tried again later).
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the default waits for minutes
     from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
 
-    for noisy in ("mlflow", "alembic"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    client = MlflowClient(tracking_uri or DEFAULT_TRACKING_URI)
-    written = _mirror_once(client, paths, study, live=watch)
+    for noisy in ("mlflow", "alembic", "urllib3"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_TRACKING_URI
+    written, away = 0, False
     try:
-        while watch:
+        while True:
+            try:
+                written += _mirror_once(MlflowClient(uri), paths, study, live=watch or verify, verify=verify)
+                away = False
+            except MlflowException as error:
+                reason = f"{uri}: MLflow does not take the runs: {str(error).splitlines()[0][:200]}"
+                if not watch:
+                    raise BadInput(f"{reason}; nothing is lost: `qkpipe sync` when it does again") from None
+                if not away:
+                    log.warning("%s; trying again every %g s", reason, WATCH_SECONDS)
+                away = True
+            if not watch:
+                return written
             time.sleep(WATCH_SECONDS)
-            written += _mirror_once(client, paths, study, live=True)
     except KeyboardInterrupt:
-        pass
-    return written
+        return written
 
 
-def _mirror_once(client: MlflowClient, paths: StudyPaths, study: Study, live: bool) -> int:
+def _mirror_once(
+    client: MlflowClient, paths: StudyPaths, study: Study, *, live: bool, verify: bool = False
+) -> int:
+    """One pass; two at a time would create runs twice, so the second waits."""
+    with FileLock(paths.results / ".mirror.lock"):
+        return _pass(client, paths, study, live, verify)
+
+
+def _pass(client: MlflowClient, paths: StudyPaths, study: Study, live: bool, verify: bool) -> int:
     from mlflow.entities import RunTag
 
     name = f"qkpipe-{study.scale}"
@@ -68,13 +109,20 @@ def _mirror_once(client: MlflowClient, paths: StudyPaths, study: Study, live: bo
     completed = scan(paths, study).completed
     written = 0
     for done in completed:
-        run = mirrored.get(done.config.run_id)
-        outcome = outcomes.get(done.config.run_id, {})
-        if run is not None and run.info.status == "FINISHED" and outcome.items() <= run.data.tags.items():
+        run = mirrored.get(done.run_id)
+        outcome = outcomes.get(done.run_id, {})
+        closed = (
+            run is not None and run.info.status == "FINISHED" and outcome.items() <= run.data.tags.items()
+        )
+        if closed and not verify:
             continue
+        followed = (
+            run is not None
+        )  # a part that was being written when it was read may have been read in part
         run = run or _create(client, experiment, done.config, paths, _ended_ms(done) - _wall_ms(done))
-        tables = {name: read_table(done.paths.table(name)) for name in ("steps", "layers", "heads")}
-        _log(client, run, tables)
+        tables = {name: read_table(done.paths.table(name)) for name in LOGGED}
+        if not _log(client, run, tables, verify or followed) and closed:
+            continue
         tags = {
             "qkpipe.code_version": done.record["code_version"],
             "qkpipe.stop_reason": done.record["stop_reason"],
@@ -85,11 +133,18 @@ def _mirror_once(client: MlflowClient, paths: StudyPaths, study: Study, live: bo
         client.set_terminated(run.info.run_id, "FINISHED", end_time=_ended_ms(done))
         written += 1
     if live:
-        for config, scratch in _unfinished(paths, study, {done.key for done in completed}):
+        finished = {done.key for done in completed}
+        for key, scratch in unfinished(paths, study):
+            if key in finished or not scratch.parts.is_dir():
+                continue
+            try:
+                tables = {name: _read_parts(scratch, name) for name in LOGGED}
+            except BadInput:  # it ended while it was read: the next pass finds it finished
+                continue
+            config = study.resolve(key.arm, key.seed)
             run = mirrored.get(config.run_id)
             run = run or _create(client, experiment, config, paths, int(time.time() * 1000))
-            tables = {name: _read_parts(scratch, name) for name in ("steps", "layers", "heads")}
-            written += _log(client, run, tables)
+            written += _log(client, run, tables, verify)
     return written
 
 
@@ -140,20 +195,31 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def _log(client: MlflowClient, run: Run, tables: dict[str, pa.Table]) -> bool:
-    """Log the metrics after the step that was mirrored last; returns whether there were any."""
+def _log(client: MlflowClient, run: Run, tables: dict[str, pa.Table], verify: bool) -> bool:
+    """Log the metrics after the step that was mirrored last, or with ``verify`` all that are not stored.
+
+    Returns whether there were any.
+    """
     from mlflow.entities import Metric, RunTag
 
-    done = int(run.data.tags.get("qkpipe.mirrored_step", -1))
     points = metrics(tables)
-    points = points[points["step"] > done]
+    if verify:
+        stored = {
+            (key, point.step)
+            for key in points["key"].unique()
+            for point in client.get_metric_history(run.info.run_id, key)
+        }
+        points = points[[(row.key, row.step) not in stored for row in points.itertuples()]]
+    else:
+        points = points[points["step"] > int(run.data.tags.get("qkpipe.mirrored_step", -1))]
     if points.empty:
         return False
     start = run.info.start_time
     logged = [Metric(row.key, row.value, start + row.step, row.step) for row in points.itertuples()]
     for first in range(0, len(logged), METRICS_A_CALL):
         client.log_batch(run.info.run_id, metrics=logged[first : first + METRICS_A_CALL])
-    client.log_batch(run.info.run_id, tags=[RunTag("qkpipe.mirrored_step", str(points["step"].max()))])
+    last = int(tables["steps"]["step"].to_numpy().max())
+    client.log_batch(run.info.run_id, tags=[RunTag("qkpipe.mirrored_step", str(last))])
     return True
 
 
@@ -184,18 +250,6 @@ def _outcomes(paths: StudyPaths) -> dict[str, dict[str, str]]:
         return {}
     rows = read_table(paths.analysis("runs"), ["run_id", *OUTCOMES]).to_pylist()
     return {row["run_id"]: {f"qkpipe.{key}": str(row[key]) for key in OUTCOMES} for row in rows}
-
-
-def _unfinished(
-    paths: StudyPaths, study: Study, done: set[RunKey]
-) -> Iterator[tuple[RunConfig, ScratchPaths]]:
-    keys = dict.fromkeys(key for target in study.config.targets for key in study.requested(target))
-    for key in keys:
-        if key not in done:
-            config = study.resolve(key.arm, key.seed)
-            scratch = paths.scratch(config.run_id)
-            if scratch.parts.is_dir():
-                yield config, scratch
 
 
 def _read_parts(scratch: ScratchPaths, table: str) -> pa.Table:

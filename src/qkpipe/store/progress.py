@@ -43,7 +43,9 @@ def status(study: Study, paths: StudyPaths, seeds: Iterable[int] | None = None) 
     """
     found = scan(paths, study)
     done = {run.key for run in found.completed}
-    begun = {key: "running" if _held(scratch.lock) else "unfinished" for key, scratch in unfinished(paths, study)}
+    begun = {
+        key: "running" if _held(scratch.lock) else "unfinished" for key, scratch in unfinished(paths, study)
+    }
     asked = (run for name in study.config.targets for run in study.requested(name, seeds))
     states = {run: "done" if run in done else begun.get(run, "missing") for run in [*asked, *begun]}
     for run, state in states.items():
