@@ -5,6 +5,7 @@ rule runs:
     input:
         tabled_records,
         code=source("src", "qkpipe", "analysis", "runs.py"),
+        measured=source("src", "qkpipe", "analysis", "measured.py"),
     output:
         runs=PATHS.analysis("runs"),
         curves=PATHS.analysis("curves"),
