@@ -95,6 +95,7 @@ class Study:
         pairs = {f"{c}-{t}": (c, t) for c in self.config.corpora for t in self.config.tokenizers}
         own = f"{self.scale_config.corpus}-{self.scale_config.tokenizer}"
         return pairs[_known(name or own, pairs, self.folder / "study.yaml", "dataset")]
+
     def config_hash(self, arm: str) -> str:
         """The config hash of an arm's runs, which share it; resolved once."""
         if arm not in self._hashes:
