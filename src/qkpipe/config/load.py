@@ -235,6 +235,8 @@ def one_line(error: ValidationError, model: type[BaseModel], prefix: str = "") -
     """The first mistake of a pydantic error as ``key: what is wrong (got value); what is allowed``."""
     first = error.errors(include_url=False)[0]
     location = [str(part) for part in first["loc"]]
+    if location[:1] in (["corpora"], ["tokenizers"]):
+        del location[2:3]  # the member of the union, which is written under `kind` if at all
     key = ".".join(([prefix] if prefix else []) + location)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
