@@ -41,7 +41,8 @@ rule probe:
         rules.runs.output,
         code=source("src", "qkpipe", "analysis", "probe.py"),
     output:
-        PATHS.analysis("probe_curves"),
+        curves=PATHS.analysis("probe_curves"),
+        controls=PATHS.analysis("probe_controls"),
     log:
         LOGS / "probe.log",
     message:
@@ -63,3 +64,38 @@ rule guard:
         "Collecting the anatomy of every live trigger"
     shell:
         "qkpipe analyse guard > {log} 2>&1"
+
+
+rule signals:
+    input:
+        rules.runs.output,
+        code=source("src", "qkpipe", "analysis", "signals.py"),
+    output:
+        PATHS.analysis("signals"),
+    log:
+        LOGS / "signals.log",
+    message:
+        "Putting every run's signals on one clock"
+    shell:
+        "qkpipe analyse signals > {log} 2>&1"
+
+
+# One rule an analysis: isolation, entry, law, ...
+for _analysis, _tables in ANALYSES.items():
+
+    rule:
+        name: f"analyse_{_analysis}"
+        input:
+            rules.runs.output,
+            rules.signals.output,
+            code=source("src", "qkpipe", "analysis", f"{_analysis}.py"),
+        output:
+            [PATHS.analysis(table) for table in _tables],
+        log:
+            LOGS / "analysis" / f"{_analysis}.log",
+        params:
+            name=_analysis,
+        message:
+            "Analysing: {params.name}"
+        shell:
+            "qkpipe analyse {params.name} > {log} 2>&1"

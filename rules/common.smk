@@ -100,7 +100,35 @@ FIGURES = {
     "dissociation": ("dissociation", "curves", "runs"),
     "probe": ("probe_curves",),
     "guard": ("guard_curves", "guard_firing"),
+    "isolation": ("isolation",),
+    "generality": ("factorial",),
+    "entry": ("entry", "entry_runs", "entry_predictors"),
+    "probe_controls": ("probe_controls",),
+    "loci": ("loci",),
+    "sweep": ("threshold_sweep",),
+    "capping": ("capping", "capping_curves"),
+    "entropy": ("onsets", "entropy_heads"),
+    "residual": ("residual", "law_runs", "law"),
+    "contest": ("contest", "contest_roc"),
+    "survival": ("survival",),
+    "sensitivity": ("sensitivity",),
 }
+# Analyses of `runs` and of the signals on the telemetry's clock, and the tables each writes.
+ANALYSES = {
+    "residual": ("residual",),
+    "isolation": ("isolation",),
+    "generality": ("factorial", "generality"),
+    "entry": ("entry", "entry_runs", "entry_predictors"),
+    "loci": ("loci",),
+    "sweep": ("threshold_sweep", "threshold_transfer"),
+    "capping": ("capping", "capping_curves"),
+    "entropy": ("onsets", "onset_order", "entropy_heads"),
+    "law": ("law_runs", "law", "law_collapse", "same_mode", "prediction"),
+    "contest": ("contest", "contest_runs", "contest_roc"),
+    "survival": ("survival",),
+    "sensitivity": ("sensitivity",),
+}
+ANALYSED = [PATHS.analysis(table) for tables in ANALYSES.values() for table in tables]
 MIRRORED = PATHS.results / "mlflow.mirrored"
 CLAIMS = STUDY.folder / "claims.yaml"
 # What judges the declared claims, the guard's threshold and the regime.

@@ -27,6 +27,8 @@ rule report:
         expand(rules.figure.output, figure=FIGURES),
         rules.runs.output,
         rules.contrasts.output,
+        rules.probe.output,
+        ANALYSED,
         DECLARED,
         code=source("src", "qkpipe", "report", "html.py"),
         template=source("workflow", "report", "report.html.j2"),

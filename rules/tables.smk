@@ -75,6 +75,8 @@ rule database:
         rules.probe.output,
         rules.guard.output,
         rules.contrasts.output,
+        rules.signals.output,
+        ANALYSED,
         DECLARED,
         code=source("src", "qkpipe", "store", "database.py"),
     output:

@@ -7,9 +7,10 @@ from qkpipe.store.parquet import read_table
 
 def test_probed_arms_and_their_references_with_energies(synthetic):
     paths, study = synthetic
-    (path,) = probe.build(paths, study)
+    path, controls = probe.build(paths, study)
     table = read_table(path)
     assert table.schema.equals(probe.PROBE_CURVES)
+    assert read_table(controls).schema.equals(probe.PROBE_CONTROLS)
     frame = table.to_pandas()
     assert set(frame["arm"]) == {"fp32_stream", "faulty", "probe_on", "probe_off"}
     on = frame[frame["arm"] == "probe_on"].dropna(subset=["on_fraction"])
@@ -40,5 +41,33 @@ def test_study_without_probes_gives_an_empty_table(synthetic, tmp_path):
     _, study = synthetic
     paths = StudyPaths("tiny", tmp_path)
     runs.aggregate(paths, study, [])
-    (path,) = probe.build(paths, study)
-    assert read_table(path).num_rows == 0
+    assert [read_table(path).num_rows for path in probe.build(paths, study)] == [0, 0]
+
+
+def test_controls_by_what_they_are_and_against_the_unprobed_arm(synthetic):
+    paths, study = synthetic
+    rows = {row["arm"]: row for row in read_table(probe.build(paths, study)[1]).to_pylist()}
+    on, off = rows["probe_on"], rows["probe_off"]
+    assert (on["control"], on["action"], on["k"], on["unprobed"], on["unprobed_n"]) == (
+        *("probe", "on_target", 3, "faulty"),
+        2,
+    )
+    assert (on["collapsed"], off["collapsed"], on["unprobed_collapsed"]) == (0, 2, 2)
+    assert on["log_sigma_ratio_max"] < 0 < off["log_sigma_ratio_min"]
+    assert on["removed_fraction_median"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "probe"),
+        ({"probe_action": "observe"}, "observed"),
+        ({"source": "none"}, "healthy twin"),
+        ({"probe_action": "isotropic"}, "isotropic"),
+        ({"probe_directions": "next"}, "next directions"),
+        ({"probe_start_step": 200}, "late start"),
+    ],
+)
+def test_what_a_probed_run_is_there_for(changes, name):
+    run = {"source": "s", "probe_action": "on_target", "probe_directions": "leading", "probe_start_step": 0}
+    assert probe.control(pd.Series(run | changes)) == name

@@ -8,6 +8,7 @@ import pytest
 from qkpipe.analysis.claims import CLAIMS
 from qkpipe.errors import BadInput
 from qkpipe.report import html
+from qkpipe.report.figures import FIGURES
 from qkpipe.store import database
 from qkpipe.store.parquet import read_table, write_table
 
@@ -57,7 +58,7 @@ def page(drawn):
 def test_the_page_needs_nothing_else(drawn, page):
     text = drawn[0].report.read_text()
     assert all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
-    assert len(page.sources) == 3
+    assert len(page.sources) == len(FIGURES)
     assert all(link.startswith("#") for link in page.links)
     assert not re.search(r"@import|url\(|<link|<script src", text)
 
@@ -165,3 +166,32 @@ def test_events_are_grouped_by_kind():
         {"kind": "fired", "n": 1, "first": 20, "last": 20, "detail": "x"},
     ]
     assert html.group_events(events[:0]) == []
+
+
+def test_every_section_shows_its_tables_or_says_what_is_missing(drawn, page):
+    from qkpipe.report.sections import SECTIONS, shown
+
+    for section in SECTIONS:
+        assert section.id in page.ids and section.title in page.text
+        for entry in shown(section, drawn[0])["tables"]:
+            table = entry["table"]
+            if entry["rows"]:
+                assert all(column.head in page.text for column in table.columns)
+                assert all(len(cells) == len(table.columns) for cells in entry["rows"])
+            else:
+                assert table.empty in page.text
+
+
+def test_sections_queries_answer_and_their_figures_exist(copied):
+    from qkpipe.report.sections import SECTIONS
+
+    path = database.build(copied[0])
+    for section in SECTIONS:
+        assert set(section.figures) <= set(FIGURES)
+        for table in section.tables:
+            assert database.query(path, table.query).num_columns > 0
+    assert {name for section in SECTIONS for name in section.figures} | {
+        "dissociation",
+        "probe",
+        "guard",
+    } == set(FIGURES)

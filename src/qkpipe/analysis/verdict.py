@@ -22,8 +22,8 @@ class CrashRule:
     """Constants of a crash rule: nat, or a fraction of the progress e_0 - M made so far; the larger of the two counts.
 
     An excursion opens at ``e_t - M_t >= max(open_fraction * (e_0 - M_t), open_nat)`` and closes at ``e_t - M <=
-    max(close_fraction * (e_0 - M), close_nat)``. One opened in the last ``censor_steps`` steps of a run whose losses are finite
-    is censored: too late to tell from a spike.
+    max(close_fraction * (e_0 - M), close_nat)``. One opened in the last ``censor_steps`` steps of a run whose losses are
+    finite is censored: too late to tell from a spike.
     """
 
     open_fraction: float = 0.2

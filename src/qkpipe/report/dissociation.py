@@ -1,4 +1,6 @@
-"""Figure 1, dissociation: one row an arm, one column a measure; the faulty source stays on, the channel is or is not closed."""
+"""Figure 1, dissociation: one row an arm, one column a measure; the faulty source stays on, the channel is or is not
+closed.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,14 @@ from qkpipe.paths import StudyPaths
 from qkpipe.report import style
 from qkpipe.store.parquet import read_table
 
+LABEL = "Figure 1"
 TABLES = ("dissociation", "curves", "runs")
 QUERY = "SELECT arm, seed, step, loss, sigma_q, max_logit FROM curves ORDER BY ALL"
 CAPTION = (
-    "Every arm in a row: smoothed training loss, the largest singular value of W_Q over layers, and the largest attention "
-    "logit as applied. Thin lines are seeds, the thick one their median; grey is the median of the arm's twin, which differs by "
-    "the fault alone. Red crosses mark collapses (primary rule), triangles the step at which a trigger fired."
+    "Every arm in a row: smoothed training loss, the largest singular value of W_Q over layers, and the largest "
+    "attention logit as applied. Thin lines are seeds, the thick one their median; grey is the median of the arm's "
+    "twin, which differs by the fault alone. Red crosses mark collapses (primary rule), triangles the step at which a "
+    "trigger fired."
 )
 MEASURES = ("loss", "sigma_q", "max_logit")
 

@@ -1,4 +1,6 @@
-"""The figures by name. A figure is a module with ``figure(paths)``, ``CAPTION``, the ``TABLES`` it reads and a ``QUERY``."""
+"""The figures by name. A figure is a module: ``figure(paths)``, ``LABEL``, ``CAPTION``, the ``TABLES`` it reads and a
+``QUERY``.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,42 @@ from types import ModuleType
 
 from qkpipe.errors import BadInput
 from qkpipe.paths import StudyPaths
-from qkpipe.report import dissociation, guard, probe, style
+from qkpipe.report import (
+    capping,
+    contest,
+    dissociation,
+    entropy,
+    entry,
+    generality,
+    guard,
+    isolation,
+    loci,
+    probe,
+    probe_controls,
+    residual,
+    sensitivity,
+    style,
+    survival,
+    sweep,
+)
 
-FIGURES: dict[str, ModuleType] = {"dissociation": dissociation, "probe": probe, "guard": guard}
+_MODULES = (
+    *(
+        dissociation,
+        probe,
+        guard,
+        isolation,
+        generality,
+        entry,
+        probe_controls,
+        loci,
+        sweep,
+        capping,
+        entropy,
+    ),
+    *(residual, contest, survival, sensitivity),
+)
+FIGURES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 
 def draw(name: str, paths: StudyPaths) -> list[Path]:

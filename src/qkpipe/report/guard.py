@@ -11,6 +11,7 @@ from qkpipe.paths import StudyPaths
 from qkpipe.report import style
 from qkpipe.store.parquet import read_table
 
+LABEL = "Figure 3"
 TABLES = ("guard_curves", "guard_firing")
 QUERY = "SELECT panel, role, arm, seed, step, max_logit, sigma_q, loss FROM guard_curves ORDER BY ALL"
 CAPTION = (

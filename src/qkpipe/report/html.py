@@ -18,6 +18,7 @@ from qkpipe.paths import StudyPaths
 from qkpipe.report import style
 from qkpipe.report.figures import FIGURES
 from qkpipe.report.formats import FILTERS
+from qkpipe.report.sections import SECTIONS, shown
 from qkpipe.report.sparkline import Scale, sparkline
 from qkpipe.store.parquet import read_runs, read_table
 
@@ -73,7 +74,8 @@ def context(paths: StudyPaths, study: Study) -> dict[str, Any]:
         "thresholds": _rows_if_there(paths.table("threshold")),
         "regimes": _rows_if_there(paths.table("regime")),
         "exclusions": _rows(paths.analysis("exclusions")),
-        "figures": [_figure(name, paths) for name in FIGURES],
+        "figures": {name: _figure(name, paths) for name in FIGURES},
+        "sections": [shown(section, paths) for section in SECTIONS],
         "arms": [arm | _arm(arm["arm"], runs, curves, events, records, scales, paths) for arm in summary],
         "colours": style.group_colours(arm["group"] for arm in summary),
         "environments": _environments(records),
@@ -99,6 +101,7 @@ def _figure(name: str, paths: StudyPaths) -> dict[str, Any]:
     module = FIGURES[name]
     return {
         "name": name,
+        "label": module.LABEL,
         "uri": f"data:image/svg+xml;base64,{image}",
         "caption": module.CAPTION,
         "tables": module.TABLES,

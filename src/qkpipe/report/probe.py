@@ -1,4 +1,6 @@
-"""Figure 2, causal probe: updates held off the leading singular directions of W_Q and W_K, or the same energy taken elsewhere."""
+"""Figure 2, causal probe: updates held off the leading singular directions of W_Q and W_K, or the same energy taken
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from qkpipe.paths import StudyPaths
 from qkpipe.report import style
 from qkpipe.store.parquet import read_table
 
+LABEL = "Figure 2"
 TABLES = ("probe_curves",)
 QUERY = "SELECT arm, probe, seed, step, sigma_q, max_logit, loss, on_fraction FROM probe_curves ORDER BY ALL"
 CAPTION = (

@@ -1,0 +1,97 @@
+"""The row-sum residual: as dose (what sets it, what follows from it) and the law of the time to collapse."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from qkpipe.paths import StudyPaths
+from qkpipe.report import style
+from qkpipe.report.forest import empty
+from qkpipe.store.parquet import read_table
+
+LABEL = "Residual"
+TABLES = ("residual", "law_runs", "law")
+QUERY = (
+    "SELECT arm, seed, bits, tile, attention_gain, dose, collapse_step, log_sigma FROM residual ORDER BY dose"
+)
+CAPTION = (
+    "The row-sum residual r = mean|Σ dS| / mean Σ|dS| before anything else has moved (from the end of the warm-up to "
+    "twice its length). Left: r by mantissa bits, uncorrected faults of the recurrence. Middle: the final σ(W_Q) "
+    "against r, every run whose backward is seen. Right: time to collapse against r, open triangles are runs that had "
+    "not collapsed when they ended (censored); the line is the fitted law at the learning rate most runs have, with "
+    "its 95% spread."
+)
+
+
+def figure(paths: StudyPaths) -> Figure:
+    """Drawn from ``residual``, ``law_runs`` and ``law``."""
+    runs = read_table(paths.analysis("residual")).to_pandas()
+    if runs.empty:
+        return empty("No run whose row-sum residual was seen.")
+    fig, axes = plt.subplots(1, 3, figsize=(8.6, 2.9), gridspec_kw={"wspace": 0.36})
+    colours = style.group_colours(runs["group"])
+    faulty = runs[runs["bits"].notna() & (runs["correction"] == "none")]
+    shift = np.random.default_rng(0).uniform(-0.15, 0.15, len(faulty))
+    axes[0].scatter(
+        faulty["bits"] + shift, faulty["dose"], 12, color=style.PALETTE[1], alpha=0.6, linewidths=0
+    )
+    axes[0].set_xlabel("explicit mantissa bits")
+    axes[0].set_ylabel("r")
+    for group, own in runs.groupby("group", sort=False):
+        axes[1].scatter(
+            own["dose"],
+            np.exp(own["log_sigma"]),
+            12,
+            color=colours[group],
+            alpha=0.6,
+            linewidths=0,
+            label=group,
+        )
+    axes[1].set_xlabel("r")
+    axes[1].set_ylabel("final σ(W_Q)")
+    _law(axes[2], *(read_table(paths.analysis(name)).to_pandas() for name in ("law_runs", "law")))
+    for ax in axes:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(style.plain_log_ticks())
+    for ax in axes[1:]:
+        ax.set_xscale("log")
+    axes[0].xaxis.set_major_locator(plt.MaxNLocator(integer=True))
+    style.legend_below(fig, axes[1])
+    fig.subplots_adjust(bottom=0.25)
+    return fig
+
+
+def _law(ax: Axes, runs: pd.DataFrame, law: pd.DataFrame) -> None:
+    ax.set_xlabel("r")
+    ax.set_ylabel("step of the collapse")
+    if runs.empty:
+        return
+    fell = runs["collapsed"].astype(bool)
+    ax.scatter(
+        runs.loc[fell, "dose"], runs.loc[fell, "duration"], 16, color=style.COLLAPSE, alpha=0.75, linewidths=0
+    )
+    ax.scatter(
+        runs.loc[~fell, "dose"],
+        runs.loc[~fell, "duration"],
+        20,
+        marker="^",
+        facecolor="none",
+        edgecolor=style.MUTED,
+        linewidths=0.8,
+    )
+    if law.empty:
+        return
+    terms = law.set_index("term")["estimate"]
+    r = np.geomspace(runs["dose"].min(), runs["dose"].max(), 50)
+    log_t = terms["intercept"] + terms["log_r"] * np.log(r)
+    log_t += terms.get("log_lr", 0.0) * np.log(runs["lr"].mode().iloc[0])
+    spread = 1.96 * law["sigma"].iloc[0]
+    ax.fill_between(
+        r, np.exp(log_t - spread), np.exp(log_t + spread), color=style.PALETTE[0], alpha=0.13, linewidth=0
+    )
+    ax.plot(r, np.exp(log_t), color=style.PALETTE[0], linewidth=1.4)
+    ax.set_ylim(runs["duration"].min() / 2, runs["duration"].max() * 3)
