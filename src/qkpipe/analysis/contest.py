@@ -148,7 +148,7 @@ def score(runs: pd.DataFrame, signals: pd.DataFrame) -> pd.DataFrame:
             rows["threshold"], rows["alarm_step"] = limit, rows["run_id"].map(alarms)
             rows["lead_steps"] = rows["collapse_step"].astype(float) - rows["alarm_step"]
             frames.append(rows)
-    return pd.concat(frames) if frames else pd.DataFrame(columns=[*CONTEST_RUNS.names, *SETTING])
+    return pd.concat(frames) if frames else pd.DataFrame(columns=CONTEST_RUNS.names)
 
 
 def threshold(peaks: pd.Series) -> float:

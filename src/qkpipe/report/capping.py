@@ -32,8 +32,7 @@ def figure(paths: StudyPaths) -> Figure:
     for ax, (measure, title) in zip(axes, TITLES.items(), strict=True):
         for arm, colour in colours.items():
             style.draw_seeds(ax, curves[curves["arm"] == arm], measure, colour, arm)
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(style.plain_log_ticks())
+        style.logarithmic(ax, "y")
         ax.set_title(title)
         ax.set_xlabel("step")
         ax.grid(axis="y", color=style.RULE, linewidth=0.5)

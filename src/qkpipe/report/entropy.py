@@ -63,8 +63,7 @@ def figure(paths: StudyPaths) -> Figure:
             (heads["role"] == role) & np.isfinite(heads["max_logit"].astype(float)) & (heads["max_logit"] > 0)
         ]
         right.scatter(own["max_logit"], own["entropy"], 5, color=colour, alpha=0.5, linewidths=0, label=label)
-    right.set_xscale("log")
-    right.xaxis.set_major_formatter(style.plain_log_ticks())
+    style.logarithmic(right, "x")
     right.set_xlabel("largest logit of the head")
     right.set_ylabel("attention entropy (nat)")
     right.legend(fontsize=7.5, markerscale=2)

@@ -54,11 +54,8 @@ def figure(paths: StudyPaths) -> Figure:
     axes[1].set_xlabel("r")
     axes[1].set_ylabel("final σ(W_Q)")
     _law(axes[2], *(read_table(paths.analysis(name)).to_pandas() for name in ("law_runs", "law")))
-    for ax in axes:
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(style.plain_log_ticks())
-    for ax in axes[1:]:
-        ax.set_xscale("log")
+    for ax, sides in zip(axes, ("y", "xy", "xy"), strict=True):
+        style.logarithmic(ax, *sides)
     axes[0].xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     style.legend_below(fig, axes[1])
     fig.subplots_adjust(bottom=0.25)

@@ -68,6 +68,11 @@ def share(k: str, n: str, low: str, high: str, head: str) -> Column:
     return Column(k, head, show)
 
 
+def of(k: str, n: str, head: str) -> Column:
+    """k of n, without an interval."""
+    return Column(k, head, lambda row: (f"{row[k]}/{row[n]}" if row[n] else NONE, ""))
+
+
 COLLAPSED = share("collapsed", "n", "collapsed_low", "collapsed_high", "collapsed")
 SEEDS = Column(
     "seeds", "seeds", lambda row: (row["seeds"], row["seed_roles"].replace("_", " ")), numeric=False
@@ -170,8 +175,7 @@ FACTORIAL = Section(
                 median("final_val_loss", "validation loss"),
                 SEEDS,
             ),
-            "SELECT source, correction, model, collapsed, n, log_sigma_median, log_logit_median FROM factorial WHERE "
-            "status = 'run'",
+            "SELECT source, correction, model, collapsed, n, log_sigma_median, log_logit_median FROM factorial WHERE n > 0",
             "No run without a probe.",
             keep=lambda row: row["status"] == "run",
             limit=80,
@@ -258,7 +262,7 @@ PROBE = Section(
                 whole("k"),
                 text("side"),
                 COLLAPSED,
-                share("unprobed_collapsed", "unprobed_n", "collapsed_low", "collapsed_high", "unprobed"),
+                of("unprobed_collapsed", "unprobed_n", "unprobed"),
                 median("log_sigma_ratio", "log σ(W_Q) over unprobed"),
                 median("removed_fraction", "energy removed"),
                 whole("infeasible"),

@@ -161,6 +161,14 @@ def label_axis(ax: Axes, column: str, title: bool = False) -> None:
     ax.set_axisbelow(True)
 
 
+def logarithmic(ax: Axes, *sides: str) -> None:
+    """Scale the axes ``x``, ``y`` by the logarithm, where there is something positive to show."""
+    for side in sides:
+        if np.isfinite(ax.dataLim.minpos["xy".index(side)]):
+            getattr(ax, f"set_{side}scale")("log")
+            getattr(ax, f"{side}axis").set_major_formatter(plain_log_ticks())
+
+
 def plain_log_ticks() -> matplotlib.ticker.Formatter:
     return matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}" if value < 1e5 else f"{value:.0e}")
 
