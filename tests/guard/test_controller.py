@@ -258,7 +258,7 @@ class TestMaximum:
             model.forward = model.layer.forward
             guard = QKGuard(model, threshold=threshold)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("test_guard.SCALE", 0.3)
+                patch.setattr("guard.test_controller.SCALE", 0.3)
                 model(q, k)
             assert guard.fired == (top > threshold)
             assert guard.max_logit() == top
