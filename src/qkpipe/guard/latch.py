@@ -36,7 +36,8 @@ class Latch:
     """The rule. Peaks are (layers, heads), -inf where there was nothing to see.
 
     A unit's flag is set by a peak above ``threshold`` (or NaN) and, with ``release``, cleared once all its *raw* peaks, those it
-    would have without normalisation, are at or below ``release``. Its level follows the flag in ``hand_over`` steps where ``acts``.
+    would have without normalisation, are at or below ``release``. Its level follows the flag in ``hand_over`` steps, where
+    ``acts``.
     """
 
     kind: str
@@ -98,7 +99,8 @@ class Latch:
         shape = peaks.shape if self.kind == "head" else (-1, 1)
         candidates = torch.where(new.view(shape), peaks, float("-inf")).flatten()
         where = candidates.argmax()  # takes NaN for the largest
-        bits = candidates[where].view(torch.int32).long()
+        # Indexing by a tensor without dimensions would ask the host for it.
+        bits = candidates.gather(0, where.view(1)).view(torch.int32).long()[0]
         heads = peaks.shape[1]
         found = torch.stack([header[STEP], where // heads, where % heads, bits])
         fired = new.any()
