@@ -252,7 +252,7 @@ def _flex(kernel: Callable) -> Callable:
             return kernel(query, key, value, return_lse=return_lse, return_aux=return_aux, **options)
         q, k = site.act(query, key)
         # Its own maximum is that of the logits only where no score_mod has changed them.
-        ask = score_mod is None and not return_lse and site.asks_kernel()
+        ask = score_mod is None and not return_lse and query.is_cuda and site.asks_kernel()
         wanted = return_aux
         if ask:
             wanted = AuxRequest(lse=return_aux is not None and return_aux.lse, max_scores=True)
