@@ -22,6 +22,7 @@ RANKS = {
     "telemetry": 2,
     "hooks": 2,
     "guard": 2,
+    "rivals": 2,
     "train": 3,
     "store": 4,
     "analysis": 5,
@@ -112,7 +113,16 @@ def test_config_and_the_command_line_load_nothing_heavy():
 def test_training_needs_none_of_the_study_packages():
     modules = [
         "qkpipe." + ".".join(path.relative_to(SOURCE).with_suffix("").parts)
-        for room_name in ("numerics", "model", "faults", "interventions", "probes", "telemetry", "train")
+        for room_name in (
+            "numerics",
+            "model",
+            "rivals",
+            "faults",
+            "interventions",
+            "probes",
+            "telemetry",
+            "train",
+        )
         for path in sorted((SOURCE / room_name).glob("*.py"))
         if path.stem != "__init__"
     ]

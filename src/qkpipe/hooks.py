@@ -25,6 +25,9 @@ class Hook:
     fire_step: int | None = None
     """Step at which an intervention's trigger fired."""
 
+    clipped_norm: float | None = None
+    """The gradient's global norm after this mechanism's own clipping, if it has any (``steps.clipped_norm``)."""
+
     def begin_step(self, step: int) -> None: ...
 
     def micro_gradient(self, step: int, micro: int) -> None: ...

@@ -53,12 +53,17 @@ class Study:
     @cached_property
     def runnable(self) -> list[str]:
         """Arms that can be run, in file order."""
-        return [name for name, arm in self.arms.items() if not arm.abstract]
+        return [name for name, arm in self.arms.items() if not arm.abstract and arm.same_as is None]
+
+    @cached_property
+    def not_applicable(self) -> dict[str, str]:
+        """Cells of a factorial that are named and not run, and the arm that each would equal in every bit."""
+        return {name: arm.same_as for name, arm in self.arms.items() if arm.same_as is not None}
 
     def resolve(self, arm: str, seed: int) -> RunConfig:
         """The full config of one run; every mistake is one :class:`BadInput` line, before any work."""
         arms_file = self.folder / "arms.yaml"
-        _known(arm, self.runnable, arms_file, "arm")
+        _known(arm, [*self.runnable, *self.not_applicable], arms_file, "arm")
         scale = self.scale_config
         merged: dict[str, Any] = {
             key: getattr(scale, key).model_dump(exclude_unset=True)
@@ -174,6 +179,8 @@ class Study:
                 _known(arm.tokenizer, self.config.tokenizers, arms, f"{name}.tokenizer")
             if arm.twin is not None:
                 _known(arm.twin, self.runnable, arms, f"{name}.twin")
+            if arm.same_as is not None:
+                _known(arm.same_as, self.runnable, arms, f"{name}.same_as")
         for name, target in self.config.targets.items():
             _known(target.role, self.config.roles, study, f"targets.{name}.role")
             for pattern in target.arms:

@@ -116,7 +116,11 @@ TokenizerConfig = Annotated[
 
 
 class ModelConfig(Frozen):
-    """A pre-norm decoder. ``init_std`` is 0.02 as in GPT-2; residual projections are scaled by 1/sqrt(2*n_layers)."""
+    """A pre-norm decoder. ``init_std`` is 0.02 as in GPT-2; residual projections are scaled by 1/sqrt(2*n_layers).
+
+    ``qk_norm``: ``unit_rms`` is the guard's, without parameters; ``layernorm`` is per head (ViT-22B), ``rms_full`` over the full
+    width (OLMo 2), both with gains. ``weight_norm: sigma_reparam``: every linear map of the blocks is (gamma / sigma(W)) W.
+    """
 
     d_model: Annotated[int, Field(ge=2)] = 64
     n_layers: Annotated[int, Field(ge=1)] = 4
@@ -128,8 +132,9 @@ class ModelConfig(Frozen):
     position: Literal["learned", "rope"] = "learned"
     mlp: Literal["gelu", "swiglu"] = "gelu"
     tied_head: bool = True
-    qk_norm: Literal["none", "unit_rms"] = "none"
+    qk_norm: Literal["none", "unit_rms", "layernorm", "rms_full"] = "none"
     init_std: Annotated[float, Field(gt=0)] = 0.02
+    weight_norm: Literal["none", "sigma_reparam"] = later("none")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
@@ -335,6 +340,9 @@ class ArmConfig(Frozen):
     abstract: bool = Field(False, description="only to be extended, never run")
     corpus: Name | None = Field(None, description="instead of the scale's")
     tokenizer: Name | None = Field(None, description="instead of the scale's")
+    same_as: Name | None = Field(
+        None, description="not applicable: trains bit for bit as this arm does, so it is named and never run"
+    )
     model: dict[str, Any] = {}
     attention: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}
@@ -480,6 +488,8 @@ class RunConfig(Frozen):
             actions.append(f"repair({self.attention.repair.label()})")
         if self.model.qk_norm != "none":
             actions.append(f"qk_norm({self.model.qk_norm})")
+        if self.model.weight_norm != "none":
+            actions.append(self.model.weight_norm)
         routes = sorted({route for fault in self.faults for route in getattr(fault, "routes", ())})
         return {
             "source": "+".join(sources) or "none",

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qkpipe.config.models import AttentionConfig, ModelConfig
 from qkpipe.model.linear import Linear
-from qkpipe.model.qk_norm import unit_rms
+from qkpipe.model.qk_norm import FullWidthRMSNorm, HeadLayerNorm, unit_rms
 from qkpipe.model.rope import rotate
 from qkpipe.numerics import attention_stats, streaming_attention
 
@@ -97,19 +97,30 @@ class Attention(nn.Module):
         self.scale = config.d_head**-0.5
         self.kernel = kernel
         self.rope = config.position == "rope"
-        self.qk_norm: Callable[[Tensor], Tensor] | None = unit_rms if config.qk_norm == "unit_rms" else None
+        self.norm_q = _qk_norm(config.qk_norm, config.n_heads, config.d_head)
+        self.norm_k = _qk_norm(config.qk_norm, config.kv_heads, config.d_head)
         self.qk_site: QKSite | None = None
         self.sensing = True
         self.tap: Tap | None = None
         self.max_logit_BH: Tensor | None = None  # of the latest forward, where the kernel reports it
 
+    @property
+    def normalises(self) -> bool:
+        """Whether queries and keys are normalised from the first step on."""
+        return self.norm_q is not None
+
+    def queries_keys(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries (B, H, T, K) and keys (B, G, T, K) in their positions, before any normalisation."""
+        q, k = (self._rotated(self._split(x_BTD, W)) for W in (self.W_Q, self.W_K))
+        return q, k
+
     def forward(self, x_BTD: Tensor, draw: int = 0) -> Tensor:
         q, k, v = (self._split(x_BTD, W) for W in (self.W_Q, self.W_K, self.W_V))
-        if self.rope:
-            q, k = rotate(q), rotate(k)
-        q_raw, k_raw = q, k
-        if self.qk_norm is not None:
-            q, k = self.qk_norm(q), self.qk_norm(k)
+        q_raw, k_raw = self._rotated(q), self._rotated(k)
+        if self.normalises:  # a norm with gains does not commute with a rotation, and belongs before it
+            q, k = self._rotated(self.norm_q(q)), self._rotated(self.norm_k(k))
+        else:
+            q, k = q_raw, k_raw
         if self.qk_site is not None:
             q, k = self.qk_site.act(q, k)
         out_BHTK, stats = self.kernel(q, k, v, draw)
@@ -128,6 +139,9 @@ class Attention(nn.Module):
         B, T, _ = x_BTD.shape
         return W(x_BTD).view(B, T, -1, self.d_head).transpose(1, 2)
 
+    def _rotated(self, x_BHTK: Tensor) -> Tensor:
+        return rotate(x_BHTK) if self.rope else x_BHTK
+
     def _record(
         self, q_raw: Tensor, k_raw: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: object
     ) -> None:
@@ -138,3 +152,11 @@ class Attention(nn.Module):
         tap.stats = stats
         if out.requires_grad:
             out.register_hook(lambda gradient: setattr(tap, "d_out", gradient.detach()))
+
+
+def _qk_norm(kind: str, heads: int, d_head: int) -> Callable[[Tensor], Tensor] | None:
+    if kind == "none":
+        return None
+    if kind == "unit_rms":
+        return unit_rms
+    return {"layernorm": HeadLayerNorm, "rms_full": FullWidthRMSNorm}[kind](heads, d_head)

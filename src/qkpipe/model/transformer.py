@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qkpipe.config.models import AttentionConfig, ModelConfig
 from qkpipe.model.attention import Attention, make_kernel
 from qkpipe.model.linear import Linear
+from qkpipe.model.sigma_reparam import SigmaReparam
 from qkpipe.numerics.counter_rng import fold_in
 
 
@@ -69,6 +70,9 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.n_layers))
         self.norm_final = Norm(config)
         self.head = None if config.tied_head else Linear(config.d_model, vocab_size)
+        if config.weight_norm == "sigma_reparam":
+            for linear in (module for module in self.blocks.modules() if isinstance(module, Linear)):
+                linear.reparam = SigmaReparam(linear.weight)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, draw: int = 0) -> Tensor:
         """``draw`` seeds every stochastic rounding of this forward and its backward."""
@@ -94,6 +98,9 @@ class Transformer(nn.Module):
             else:
                 std = residual_std if name.endswith(("W_O.weight", "W_down.weight")) else self.config.init_std
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        for linear in self.modules():
+            if isinstance(linear, Linear) and linear.reparam is not None:
+                linear.reparam.start(linear.weight)
 
     @property
     def attentions(self) -> list[Attention]:
@@ -106,8 +113,11 @@ class Transformer(nn.Module):
         linears = [
             (module, module.weight_gradient) for module in self.modules() if isinstance(module, Linear)
         ]
+        reparams = [module for module in self.modules() if isinstance(module, SigmaReparam)]
         for linear, _ in linears:
             linear.weight_gradient = None
+        for reparam in reparams:
+            reparam.advancing = False
         saved = [(attention.kernel, attention.tap, attention.sensing) for attention in self.attentions]
         for attention in self.attentions:
             attention.kernel, attention.tap, attention.sensing = kernel, None, False
@@ -118,3 +128,5 @@ class Transformer(nn.Module):
                 attention.kernel, attention.tap, attention.sensing = own
             for linear, weight_gradient in linears:
                 linear.weight_gradient = weight_gradient
+            for reparam in reparams:
+                reparam.advancing = True

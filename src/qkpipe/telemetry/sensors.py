@@ -97,12 +97,12 @@ class Sensors:
         """Columns of ``layers`` that depend on the weights alone, each a sequence over layers."""
         blocks = self._model.blocks
         matrices = {
-            "q": [b.attention.W_Q.weight for b in blocks],
-            "k": [b.attention.W_K.weight for b in blocks],
-            "v": [b.attention.W_V.weight for b in blocks],
-            "o": [b.attention.W_O.weight for b in blocks],
-            "up": [b.mlp.W_up.weight for b in blocks],
-            "down": [b.mlp.W_down.weight for b in blocks],
+            "q": [b.attention.W_Q.applied_weight for b in blocks],
+            "k": [b.attention.W_K.applied_weight for b in blocks],
+            "v": [b.attention.W_V.applied_weight for b in blocks],
+            "o": [b.attention.W_O.applied_weight for b in blocks],
+            "up": [b.mlp.W_up.applied_weight for b in blocks],
+            "down": [b.mlp.W_down.applied_weight for b in blocks],
         }
         flat = [W for family in matrices.values() for W in family]
         k = min(3, *(min(W.shape) for W in flat))

@@ -94,6 +94,7 @@ class Trainer:
         self._each("before_update", step)
         before = [p.detach().clone() for p in self.parameters]
         self.optimizer.step()
+        clipped_norm = next((h.clipped_norm for h in self.hooks if h.clipped_norm is not None), clipped_norm)
         self._each("after_update", step)
         torch._foreach_sub_(before, [p.detach() for p in self.parameters])
         update_norm = float(_global_norm(before))
@@ -104,7 +105,7 @@ class Trainer:
             "steps",
             step=step,
             loss=loss,
-            lr=self._lr(step),
+            lr=self.optimizer.param_groups[0]["lr"],
             grad_norm=grad_norm,
             clipped_norm=clipped_norm,
             update_norm=update_norm,
