@@ -70,7 +70,9 @@ class Study:
             for key in ("model", "attention", "optimizer", "train")
         }
         for ancestor in self._lineage(arm):
-            _merge(merged, ancestor.model_dump(exclude_unset=True, exclude={"extends", "abstract"}))
+            _merge(
+                merged, ancestor.model_dump(exclude_unset=True, exclude={"extends", "abstract", "same_as"})
+            )
         own = self.arms[arm]
         corpus_name = merged.get("corpus") or scale.corpus
         tokenizer_name = merged.get("tokenizer") or scale.tokenizer
