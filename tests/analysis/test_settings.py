@@ -49,6 +49,7 @@ def test_faults_and_corrections_by_kind():
         3.0,
     )
     assert found["correction"] == "qk_norm"
+    assert settings(tiny_run(model={"weight_norm": "sigma_reparam"}))["correction"] == "sigma_reparam"
     coherent = [{"kind": "injected", "routes": ["mlp"], "structure": "coherent"}]
     assert settings(tiny_run(faults=coherent))["hold"] == math.inf
     guard = settings(tiny_run(interventions=[{"kind": "guard", "threshold": 12.0}]))

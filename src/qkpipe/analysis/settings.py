@@ -95,6 +95,8 @@ def _correction(run: RunConfig) -> str:
         kinds.append("repair")
     if run.model.qk_norm != NONE:
         kinds.append("qk_norm")
+    if run.model.weight_norm != NONE:
+        kinds.append(run.model.weight_norm)
     return "+".join(kinds) or NONE
 
 

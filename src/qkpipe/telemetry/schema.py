@@ -161,5 +161,5 @@ those of the recurrence that are rounded (``all``, ``none``, or names joined by 
 bits among them, ``rounding`` their modes; ``repair``: source-local repairs; ``attention_gain``: the largest amplification
 of the recurrence's error. ``fault``: kinds of the faults outside attention; ``hold``: steps for which an injected error
 keeps its signs (infinite: for the whole run). ``correction``: kinds of what acts against a collapse (interventions that
-act, ``repair``, ``qk_norm``), ``threshold`` that of a live trigger.
+act, ``repair``, ``qk_norm``, ``soft_cap``, ``sigma_reparam``), ``threshold`` that of a live trigger.
 """
