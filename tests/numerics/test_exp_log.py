@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from qkpipe.numerics.exp_log import exp_f32, exp_nb, log_f32, log_nb
+from qkpipe.numerics.exp_log import exp_f32, exp_nb, log_f32, log_nb, tanh_f32
 
 
 def ulp(x64: torch.Tensor) -> torch.Tensor:
@@ -30,6 +30,13 @@ def test_log_is_within_1_1_ulp_of_float64():
     assert ((log_f32(x).double() - true).abs() <= 1.1 * ulp(true)).all()
 
 
+def test_tanh_is_within_2_ulp_of_float64():
+    x = torch.cat([torch.linspace(-12, 12, 300_001), torch.linspace(-0.7, 0.7, 100_001), torch.logspace(-38, 0, 999)])
+    true = x.double().tanh()
+    assert ((tanh_f32(x).double() - true).abs() <= 2 * ulp(true)).all()
+    assert torch.equal(tanh_f32(-x), -tanh_f32(x))
+
+
 @pytest.mark.parametrize(
     ("function", "x", "expected"),
     [
@@ -46,6 +53,11 @@ def test_log_is_within_1_1_ulp_of_float64():
         (log_f32, np.inf, np.inf),
         (log_f32, -1.0, np.nan),
         (log_f32, np.nan, np.nan),
+        (tanh_f32, 0.0, 0.0),
+        (tanh_f32, np.inf, 1.0),
+        (tanh_f32, -np.inf, -1.0),
+        (tanh_f32, 100.0, 1.0),
+        (tanh_f32, np.nan, np.nan),
     ],
 )
 def test_edges(function, x, expected):

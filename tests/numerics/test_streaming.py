@@ -351,3 +351,39 @@ def test_bad_input():
         streaming_attention(q, k, v, seed=2**32)
     with pytest.raises(BadInput, match="o, do: give both"):
         attention_stats(q, k, v, q)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_soft_cap_in_fp32_is_attention_over_capped_logits(shape):
+    shape = dict(shape)
+    causal = shape.pop("causal", True)
+    q, k, v, do = tensors(**shape, amplitude=5.0)
+    scale, cap = q.shape[-1] ** -0.5, 3.0
+
+    def capped(q, k, v):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        logits = cap * torch.tanh(q @ k.mT * scale / cap)
+        if causal:
+            logits = logits.masked_fill(~torch.ones(logits.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+        return logits.softmax(-1) @ v
+
+    seen = []
+
+    def ours(q, k, v):
+        out, stats = streaming_attention(q, k, v, causal=causal, tile=7, softcap=cap, return_stats=True)
+        seen.append(stats)
+        return out
+
+    found = with_gradients(ours, q, k, v, do)
+    exact = with_gradients(capped, *(x.double() for x in (q, k, v, do)))
+    for got, expected in zip(found, exact):
+        assert (got - expected).abs().max() <= 4e-6 * max(1, expected.abs().max())
+    logits, _ = probabilities(q, k, causal, scale)
+    assert torch.allclose(seen[0].max_logit, (cap * torch.tanh(logits / cap)).amax((-2, -1)).float(), rtol=1e-6)
+    assert (seen[0].residual_r < 1e-5).all(), "of dS before the cap's slope: its rows sum to zero"
+
+
+@pytest.mark.parametrize("softcap", [0, -1.0, math.inf, "50"])
+def test_a_soft_cap_out_of_range(softcap):
+    with pytest.raises(BadInput, match=r"softcap = .*; allowed: none, or a finite number above 0"):
+        streaming_attention(*tensors()[:3], softcap=softcap)

@@ -68,6 +68,8 @@ def calls(draw):
     )
     if draw(st.booleans()):
         call = call._replace(block=call.tile * draw(st.integers(1, 3)))
+    if draw(st.booleans()):
+        call = call._replace(softcap=draw(st.sampled_from([50.0, 0.3, 7.7])))
     return q, k, v, do, call
 
 
@@ -106,12 +108,13 @@ def test_bits_of_the_reference_at_length(case):
 GAINED = StreamPrecision(**dict.fromkeys(QUANTITIES, Rounding(7, "even", 32.0)))
 
 
-@pytest.mark.parametrize("block", [None, 32])
+@pytest.mark.parametrize(("block", "softcap"), [(None, None), (32, None), (None, 0.5)])
 @pytest.mark.parametrize("precision", [*(StreamPrecision.uniform(2, mode=mode) for mode in MODES), GAINED])
-def test_bits_at_the_micro_shape(precision, block):
+def test_bits_at_the_micro_shape(precision, block, softcap):
     g = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(8, 2, 128, 32, generator=g) for _ in range(4))
-    call = streaming.Call(True, 32**-0.5, 16, precision, StreamRepair(), seed=1, stats=True, block=block)
+    call = streaming.Call(True, 32**-0.5, 16, precision, StreamRepair(), seed=1, stats=True)
+    call = call._replace(block=block, softcap=softcap)
     assert differing(run(streaming.REFERENCE, q, k, v, do, call), run(compiled, q, k, v, do, call)) == []
 
 

@@ -93,6 +93,8 @@ def _correction(run: RunConfig) -> str:
     kinds = [action.kind for action in run.interventions if getattr(action, "mode", None) != "log"]
     if _attention(run)["repair"] != NONE:
         kinds.append("repair")
+    if run.attention.softcap is not None:
+        kinds.append("soft_cap")
     if run.model.qk_norm != NONE:
         kinds.append("qk_norm")
     if run.model.weight_norm != NONE:

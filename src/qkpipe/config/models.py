@@ -262,6 +262,7 @@ class AttentionConfig(Frozen):
     """``sdpa``: torch's own kernel (``backend`` forced if named). ``streaming``: the recurrence over key tiles.
 
     ``block_tiles``: tiles after which the recurrence starts anew; the blocks' outputs are merged by LSE, as in ring attention.
+    ``softcap``: logits become c * tanh(logit / c), inside the recurrence, before the mask.
     """
 
     kind: Literal["sdpa", "streaming"] = "sdpa"
@@ -270,6 +271,7 @@ class AttentionConfig(Frozen):
     precision: PrecisionConfig = PrecisionConfig()
     repair: RepairConfig = RepairConfig()
     block_tiles: Annotated[int, Field(ge=1)] | None = later(None)
+    softcap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = later(None)
 
     @model_validator(mode="after")
     def _consistent(self) -> AttentionConfig:
@@ -277,8 +279,9 @@ class AttentionConfig(Frozen):
             self.precision != PrecisionConfig()
             or self.repair != RepairConfig()
             or self.block_tiles is not None
+            or self.softcap is not None
         ):
-            raise ValueError("precision, repair and block_tiles need kind: streaming")
+            raise ValueError("precision, repair, block_tiles and softcap need kind: streaming")
         if self.kind == "streaming" and self.backend != "default":
             raise ValueError("backend needs kind: sdpa")
         return self
@@ -486,6 +489,8 @@ class RunConfig(Frozen):
         actions = [action.label() for action in self.interventions]
         if self.attention.repair != RepairConfig():
             actions.append(f"repair({self.attention.repair.label()})")
+        if self.attention.softcap is not None:
+            actions.append(f"soft_cap({self.attention.softcap:g})")
         if self.model.qk_norm != "none":
             actions.append(f"qk_norm({self.model.qk_norm})")
         if self.model.weight_norm != "none":

@@ -36,7 +36,7 @@ def make_kernel(config: AttentionConfig) -> AttentionKernel:
         def streaming(q: Tensor, k: Tensor, v: Tensor, draw: int) -> tuple[Tensor, object | None]:
             return streaming_attention(
                 q, k, v, tile=config.tile, precision=precision, repair=repair, seed=draw, return_stats=True,
-                block=config.block_tiles and config.block_tiles * config.tile,
+                block=config.block_tiles and config.block_tiles * config.tile, softcap=config.softcap,
             )  # fmt: skip
 
         return streaming

@@ -3,7 +3,7 @@
 Matrix products take their operands as they are ("exact"), so that a call means the same on a CPU and on a GPU;
 sums are in fp32 and exp is the hardware's (`qkpipe_kernels.attention`). A call the kernels do not offer (a head
 dimension other than 16, 32, 64, 128, a tile that is no multiple of 16, the tied-maximum shift, gains but delta's,
-merged blocks), and any call
+merged blocks, a soft-cap), and any call
 where triton is not installed, takes the plain reference, which runs anywhere, slowly.
 """
 
@@ -33,7 +33,8 @@ def _kernels() -> ModuleType | None:
 def takes(q: torch.Tensor, k: torch.Tensor, call: Call) -> bool:
     """Whether the kernels run this call."""
     kernels = _kernels()
-    if call.block is not None or any(getattr(call.precision, quantity).gain != 1 for quantity in QUANTITIES):
+    gains = any(getattr(call.precision, quantity).gain != 1 for quantity in QUANTITIES)
+    if gains or call.block is not None or call.softcap is not None:
         return False
     return kernels is not None and kernels.unsupported(q.shape[3], call.tile, k.shape[2], call.repair) is None
 

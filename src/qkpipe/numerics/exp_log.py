@@ -1,7 +1,7 @@
-"""exp and log in fp32 whose bits are the same everywhere.
+"""exp, log and tanh in fp32 whose bits are the same everywhere.
 
 torch's, numpy's, numba's and CUDA's exp differ in the last bit, so a bit-exact recurrence needs its own.
-These are the Cody-Waite reductions and polynomials of Cephes (expf, logf; S. Moshier), written only with
+These are the Cody-Waite reductions and polynomials of Cephes (expf, logf, tanhf; S. Moshier), written only with
 individually rounded fp32 additions and multiplications, comparisons and integer operations on the pattern:
 any backend that neither contracts a*b+c nor flushes subnormals reproduces the bits. The error is below 1.1
 units in the last place (tested).
@@ -42,6 +42,14 @@ LOG_POLY = (
     2.0000714765e-1,
     -2.4999993993e-1,
     3.3333331174e-1,
+)
+TANH_SMALL = 0.625  # below it a polynomial, above it exp
+TANH_POLY = (
+    -5.70498872745e-3,
+    2.06390887954e-2,
+    -5.37397155531e-2,
+    1.33314422036e-1,
+    -3.33332819422e-1,
 )
 
 
@@ -85,6 +93,18 @@ def log_f32(x: torch.Tensor) -> torch.Tensor:
     result = torch.where(x == 0, -torch.inf, result)
     result = torch.where(x == torch.inf, x, result)
     return torch.where((x < 0) | (x != x), torch.nan, result)
+
+
+def tanh_f32(x: torch.Tensor) -> torch.Tensor:
+    """tanh x elementwise, fp32 in and out, any shape. tanh(+-inf) = +-1; NaN is kept."""
+    size = torch.where(x < 0, -x, x)
+    large = 1.0 - 2.0 / (exp_f32(size + size) + 1.0)
+    square = x * x
+    poly = torch.full_like(x, TANH_POLY[0])
+    for coefficient in TANH_POLY[1:]:
+        poly = poly * square + coefficient
+    small = (poly * square) * x + x
+    return torch.where(size < TANH_SMALL, small, torch.where(x < 0, -large, large))
 
 
 def _pattern(x: float) -> int:

@@ -143,6 +143,39 @@ def _exp(builder, x):
     return y
 
 
+def _tanh(builder, x):
+    """`exp_log.tanh_f32`, operation by operation."""
+    zero, one, two = (_constant(x, value) for value in (0.0, 1.0, 2.0))
+    size = _size(builder, x)
+    large = builder.fsub(one, builder.fdiv(two, builder.fadd(_exp(builder, builder.fadd(size, size)), one)))
+    square = builder.fmul(x, x)
+    poly = _constant(x, np.float32(exp_log.TANH_POLY[0]))
+    for coefficient in exp_log.TANH_POLY[1:]:
+        poly = builder.fadd(builder.fmul(poly, square), _constant(x, np.float32(coefficient)))
+    small = builder.fadd(builder.fmul(builder.fmul(poly, square), x), x)
+    is_small = builder.fcmp_ordered("<", size, _constant(x, np.float32(exp_log.TANH_SMALL)))
+    signed = builder.select(builder.fcmp_ordered("<", x, zero), builder.fneg(large), large)
+    return builder.select(is_small, small, signed)
+
+
+def _capper(builder, cap) -> Callable:
+    """The soft-cap of [3] and [18], none where `cap` is 0: vector -> (capped, slope of the cap there)."""
+    wanted = builder.fcmp_ordered(">", cap, ir.Constant(_FLOAT, 0.0))
+    cap = _splat(builder, cap, LANES)
+    capped, slope = (cgutils.alloca_once(builder, _vector(_FLOAT, LANES)) for _ in range(2))
+
+    def apply(y):
+        builder.store(y, capped)
+        builder.store(_constant(y, 1.0), slope)
+        with builder.if_then(wanted, likely=False):
+            t = _tanh(builder, builder.fdiv(y, cap))
+            builder.store(builder.fmul(cap, t), capped)
+            builder.store(builder.fsub(_constant(y, 1.0), builder.fmul(t, t)), slope)
+        return builder.load(capped), builder.load(slope)
+
+    return apply
+
+
 def _u32(value):
     return value - (1 << 32) if value >> 31 else value
 
@@ -300,18 +333,18 @@ def _scalar(kind):
 
 
 @_kernel
-def forward_scores(builder, x_KL, s_KL, raw_KL, keep_raw, keys, scale, hidden, at, counter, width):
+def forward_scores(builder, x_KL, s_KL, raw_KL, keep_raw, keys, scale, cap, hidden, at, counter, width):
     """[2, 3] float64 dots to scores S and, if asked for, to the scores before any rounding; -inf where hidden."""
-    scale = _splat(builder, scale, LANES)
+    scale, capped = _splat(builder, scale, LANES), _capper(builder, cap)
     zero = _int(0, _SIZE)
     round_qk, round_s = (_rounder(builder, at, point, zero, width) for point in ("qk", "s"))
     with _each_key(builder, keys) as (k, row):
         x = _narrowed(builder, _load(builder, x_KL, row))
         unseen, masked, n = _hidden(builder, hidden, k), _constant(x, -np.inf), builder.add(counter, k)
         with builder.if_then(keep_raw):
-            raw = builder.select(unseen, masked, builder.fmul(x, scale))
+            raw = builder.select(unseen, masked, capped(builder.fmul(x, scale))[0])
             _store(builder, raw, raw_KL, row)
-        s = round_s(builder.fmul(round_qk(x, n), scale), n)
+        s = round_s(capped(builder.fmul(round_qk(x, n), scale))[0], n)
         _store(builder, builder.select(unseen, masked, s), s_KL, row)
 
 
@@ -370,15 +403,19 @@ def exponentials(builder, raw_KL, top_L, keys, hidden, total_L, spread_L, e_KL):
 
 
 @_kernel
-def backward_probabilities(builder, x_KL, p_KL, lse_L, keys, scale, hidden, at, counter, width):
-    """[18, 19] float64 dots to P, in float32 and in place."""
-    scale, lse = _splat(builder, scale, LANES), _load(builder, lse_L)
+def backward_probabilities(
+    builder, x_KL, p_KL, slope_KL, lse_L, keys, scale, cap, hidden, at, counter, width
+):
+    """[18, 19] float64 dots to P, in float32 and in place; and the soft-cap's slope."""
+    scale, lse, capped = _splat(builder, scale, LANES), _load(builder, lse_L), _capper(builder, cap)
     zero = _int(0, _SIZE)
     round_qk, round_s, round_p = (_rounder(builder, at, p, zero, width) for p in ("bwd_qk", "bwd_s", "bwd_p"))
     with _each_key(builder, keys) as (k, row):
         x = _narrowed(builder, _load(builder, x_KL, row))
         n = builder.add(counter, k)
-        s = round_s(builder.fmul(round_qk(x, n), scale), n)
+        y, slope = capped(builder.fmul(round_qk(x, n), scale))
+        _store(builder, slope, slope_KL, row)
+        s = round_s(y, n)
         p = round_p(_exp(builder, builder.fsub(s, lse)), n)
         p = builder.select(_hidden(builder, hidden, k), _constant(p, 0.0), p)
         _store(builder, p, p_KL, row)
@@ -410,6 +447,17 @@ def score_gradients(builder, p_KL, dp_KL, delta_L, ds_KL, keys, hidden, total_L,
         _store(builder, _widened(builder, ds), ds_KL, row)
     _store(builder, total(), total_L)
     _store(builder, size(), size_L)
+
+
+@_kernel
+def through_cap(builder, ds_KL, slope_KL, keys, hidden, at, counter, width):
+    """[22] dS through the slope of the soft-cap, in float64 and in place."""
+    rounded = _rounder(builder, at, "dx", _int(0, _SIZE), width)
+    with _each_key(builder, keys) as (k, row):
+        ds = _narrowed(builder, _load(builder, ds_KL, row))
+        dx = rounded(builder.fmul(ds, _load(builder, slope_KL, row)), builder.add(counter, k))
+        dx = builder.select(_hidden(builder, hidden, k), _constant(dx, 0.0), dx)
+        _store(builder, _widened(builder, dx), ds_KL, row)
 
 
 @_kernel

@@ -92,7 +92,8 @@ class StreamPrecision:
     merged, `o` is a block's output, `acc` the merged one, `lse` both log-sum-exps, `rescale` their weights.
     Backward: `bwd_s`
     the recomputed scores (before and after the scale); `bwd_p` the recomputed exp(S - LSE); `dp` dO V';
-    `delta_prod` and `delta_sum` the products and the sum of delta = rowsum(dO * O); `ds` dS. `io`: q, k, v
+    `delta_prod` and `delta_sum` the products and the sum of delta = rowsum(dO * O); `ds` dS (before and after
+    the soft-cap's slope). `io`: q, k, v
     and dO coming in; the output, dQ, dK and dV going out.
     """
 
@@ -191,6 +192,7 @@ ROUNDING_POINTS = {
     "merge_keep": "rescale",
     "merge_add": "rescale",
     "merge_o": "acc",
+    "dx": "ds",
 }
 """Every rounding point and the quantity whose precision it has; its place here numbers its random stream."""
 

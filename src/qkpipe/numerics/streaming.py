@@ -11,14 +11,14 @@ R_x(.) rounds to the precision of quantity x (`StreamPrecision`); at 23 bits it 
 it is x + g * (r - x), r being the rounded x, where r is finite. Every other
 operation is one fp32 operation, rounded once; nothing is fused. `dot` and `sum` run over the contracted index
 in increasing order, from +0, in float64 (where a product of two fp32 numbers is exact), and are rounded to
-fp32 once at the end. exp and log are those of `qkpipe.numerics.exp_log`. Row i sees key j if j <= i (causal)
+fp32 once at the end. exp, log and tanh are those of `qkpipe.numerics.exp_log`. Row i sees key j if j <= i (causal)
 or always; what a row does not see enters no maximum, sum or product.
 
 Forward, for query row i:
 
      1  q, k, v        R_io
      2  x_j            dot(q_i, k_j) over the head dimension
-     3  S_j            R_s(R_qk(x_j) * scale)
+     3  S_j            R_s(cap(R_qk(x_j) * scale)), where with a `softcap` c  cap(y) = c * tanh(y / c), else y
     for each tile of `tile` keys that the row sees anything of, from the left, starting at m = -inf, l = 0,
     acc = 0:
      4  top            max_j S_j over the tile; moved by the tied-maximum shift (`StreamRepair`) if it is on:
@@ -37,7 +37,7 @@ Forward, for query row i:
     13  O              R_o(o);  with out_gain g != 1:  O = E + g * (R_o(o) - E),  o = E + g * (o - E)
     14  out            R_io(O)
     15  LSE            R_lse(m + log(l));  lse="exact":  M + log(Z), not rounded further
-        where over the scores before any rounding, raw_j = x_j * scale:
+        where over the scores before any rounding, raw_j = cap(x_j * scale):
         M = max_j raw_j,  e_j = exp(raw_j - M),  Z = sum_j e_j,  E = dot(e_j, v_j) / Z
 
 With `block`, which is a whole number of tiles, blocks of keys are attended to apart and their outputs merged, as
@@ -56,13 +56,14 @@ Backward, for query row i (tiles play no part):
 
     16  dO             R_io
     17  x_j            dot(q_i, k_j), as in 2
-    18  S_j            R_bwd_s(R_bwd_s(x_j) * scale)
+    18  S_j            R_bwd_s(cap(y_j)),  y_j = R_bwd_s(x_j) * scale
     19  P_j            R_bwd_p(exp(S_j - LSE))
     20  dP_j           R_dp(dot(dO_i, v_j)) over the head dimension
     21  delta          "o", "o_fp32":  R_delta_sum(sum_d R_delta_prod(dO_id * O_id)), O: `out` of 14, o of 13
                        "p":  d_P = dot(P_j, dP_j) / sum_j P_j
                        with delta_gain g != 1:  d_P + g * (delta - d_P)
     22  dS_j           R_ds(P_j * (dP_j - delta))
+        with a softcap c, in 23 and 24 its place is taken by R_ds(dS_j * (1 - t_j * t_j)),  t_j = tanh(y_j / c)
     23  dQ_i           R_io((dot(dS_ij, k_j) over j) * scale)
     24  dK_j           R_io((dot(dS_ij, q_i) over i) * scale)
     25  dV_j           R_io(dot(P_ij, dO_i) over i)
@@ -91,7 +92,7 @@ from torch.autograd.function import once_differentiable
 from qkpipe.errors import BadInput
 from qkpipe.numerics._numba import HAVE_NUMBA
 from qkpipe.numerics.counter_rng import fold_in, stream_keys
-from qkpipe.numerics.exp_log import exp_f32, log_f32
+from qkpipe.numerics.exp_log import exp_f32, log_f32, tanh_f32
 from qkpipe.numerics.minifloat import round_minifloat
 from qkpipe.numerics.precision import ROUNDING_POINTS, StreamPrecision, StreamRepair
 
@@ -124,6 +125,7 @@ class Call(NamedTuple):
     stats: bool
     only_stats: bool = False
     block: int | None = None
+    softcap: float | None = None
 
 
 def streaming_attention(
@@ -139,6 +141,7 @@ def streaming_attention(
     seed: int = 0,
     return_stats: bool = False,
     block: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, StreamStats]:
     """Softmax attention by the streaming recurrence, each quantity at its own precision; differentiable once.
 
@@ -151,13 +154,14 @@ def streaming_attention(
         matters. precision, repair: fp32 throughout and no repair by default. seed: of stochastic rounding, in
         [0, 2^32): give every call (step, layer) its own. return_stats: also return `StreamStats`; its
         residual fields are filled by the backward. block: keys whose normalised output is merged with
-        that of the others by LSE, a multiple of `tile`; None: one recurrence over all keys.
+        that of the others by LSE, a multiple of `tile`; None: one recurrence over all keys. softcap: c > 0, logits
+        become c * tanh(logit / c) before the mask (Gemma 2, arXiv 2408.00118); None: they stay what they are.
 
     Returns:
         (B, H, Tq, D) float32, and the statistics if asked for.
 
     Raises:
-        BadInput: shapes, dtypes, tile, block, scale or seed out of range.
+        BadInput: shapes, dtypes, tile, block, softcap, scale or seed out of range.
 
     On a CPU, where numba is installed, a compiled path gives the bits of the reference. Non-finite inputs
     propagate to what depends on them, and to nothing else. The arithmetic is listed in the module's
@@ -170,6 +174,10 @@ def streaming_attention(
         isinstance(block, bool) or not isinstance(block, int) or block < 1 or block % tile
     ):
         raise BadInput(f"block = {block!r}; allowed: none, or a multiple of tile = {tile}")
+    if softcap is not None and not (
+        isinstance(softcap, int | float) and math.isfinite(softcap) and softcap > 0
+    ):
+        raise BadInput(f"softcap = {softcap!r}; allowed: none, or a finite number above 0")
     stream_keys(seed, 0)  # refuses a seed out of range
     call = Call(
         causal,
@@ -180,6 +188,7 @@ def streaming_attention(
         seed,
         return_stats,
         block=block,
+        softcap=softcap,
     )
     stats = _empty_stats(q) if return_stats else None
     out = _StreamingAttention.apply(q, k, v, call, stats)
@@ -345,7 +354,7 @@ def forward_reference(q, k, v, call: Call, stats: StreamStats | None):
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     seen = _seen(q, k, call.causal)
     x = _dot(q, k)
-    s = torch.where(seen, rounded("s", rounded("qk", x) * call.scale), -torch.inf)
+    s = torch.where(seen, rounded("s", _capped(call, rounded("qk", x) * call.scale)), -torch.inf)
 
     block = call.block or k.shape[2]
     for t, start in enumerate(range(0, k.shape[2], call.tile)):
@@ -395,7 +404,7 @@ def forward_reference(q, k, v, call: Call, stats: StreamStats | None):
             )
 
     if stats is not None or repair.lse == "exact" or repair.out_gain != 1:
-        raw = torch.where(seen, x * call.scale, -torch.inf)
+        raw = torch.where(seen, _capped(call, x * call.scale), -torch.inf)
         top = raw.amax(-1)
         below = raw - top[..., None]
         e = torch.where(seen, exp_f32(below), 0.0)
@@ -411,6 +420,11 @@ def forward_reference(q, k, v, call: Call, stats: StreamStats | None):
             stats.entropy.copy_(_sum(log_f32(z) - spread / z) / q.shape[2])
     out = rounded("out", out)
     return out, o if repair.delta == "o_fp32" else out, lse
+
+
+def _capped(call: Call, y: torch.Tensor) -> torch.Tensor:
+    """cap of 3."""
+    return y if call.softcap is None else call.softcap * tanh_f32(y / call.softcap)
 
 
 def _merge_block(call: Call, out, lse, out_b, lse_b, block_index):
@@ -456,7 +470,8 @@ def backward_reference(q, k, v, o_delta, lse, do, call: Call, stats: StreamStats
     group = q.shape[1] // H_kv
     k_H, v_H = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     seen = _seen(q, k, call.causal)
-    s = rounded("bwd_s", rounded("bwd_qk", _dot(q, k_H)) * call.scale)
+    y = rounded("bwd_qk", _dot(q, k_H)) * call.scale
+    s = rounded("bwd_s", _capped(call, y))
     p = torch.where(seen, rounded("bwd_p", exp_f32(s - lse[..., None])), 0.0)
     dp = rounded("dp", _dot(do, v_H))
 
@@ -472,6 +487,10 @@ def backward_reference(q, k, v, o_delta, lse, do, call: Call, stats: StreamStats
         error, size = _sum(row.abs()), _sum(_sum(ds.abs()))
         stats.residual_r.copy_(torch.where((error == 0) & (size == 0), 0.0, error / size))
         stats.residual_mean.copy_(_sum(row) / q.shape[2])
+
+    if call.softcap is not None:
+        t = tanh_f32(y / call.softcap)
+        ds = torch.where(seen, rounded("dx", ds * (1.0 - t * t)), 0.0)
 
     def by_group(x):
         return x.reshape(B, H_kv, -1, x.shape[-1])  # (B, H_kv, group * Tq, ...): the order of summation

@@ -73,6 +73,7 @@ def forward(q, k, v, call, stats):
         F32(repair.out_gain),
         call.only_stats,
         (call.block or 0) // call.tile,
+        F32(call.softcap or 0),
     )
     return out, o_delta, lse
 
@@ -90,6 +91,7 @@ def backward(q, k, v, o_delta, lse, do, call, stats):
         DELTA[call.repair.delta],
         F32(call.repair.delta_gain),
         call.only_stats,
+        F32(call.softcap or 0),
     )
     return dq, dk, dv
 
@@ -244,7 +246,7 @@ def _merge_rows(out_LD, block_out_LD, keep, add, begun, o_LD, block_o_LD):
 @njit(cache=True, nogil=True, error_model="numpy")
 def _forward_kernel(
     addresses, B, H, H_kv, Tq, Tk, D, causal, scale, at, tile, want_stats, delta, lse_exact, compensated, beta,
-    beta_less_1, out_gain, only_stats, tiles_a_block,
+    beta_less_1, out_gain, only_stats, tiles_a_block, softcap,
 ):  # fmt: skip
     q_size, k_size, heads = B * H * Tq * D, B * H_kv * Tk * D, B * H
     q, k, v = _floats(addresses[0], q_size), _floats(addresses[1], k_size), _floats(addresses[2], k_size)
@@ -296,7 +298,9 @@ def _forward_kernel(
 
             # [2, 3]
             matmul(wide_KL, 0, LANES, k_KD, 0, padded, 1, wide_DL, 0, LANES, keys, LANES, D, False)
-            lanes.forward_scores(wide_KL, s_KL, raw_KL, exact, keys, scale, hidden, at, first_row * Tk, Tk)
+            lanes.forward_scores(
+                wide_KL, s_KL, raw_KL, exact, keys, scale, softcap, hidden, at, first_row * Tk, Tk
+            )
 
             m[:] = -INF
             l[:] = ZERO
@@ -401,7 +405,7 @@ def _forward_kernel(
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _backward_kernel(
-    addresses, B, H, H_kv, Tq, Tk, D, causal, scale, at, want_stats, delta, delta_gain, only_stats,
+    addresses, B, H, H_kv, Tq, Tk, D, causal, scale, at, want_stats, delta, delta_gain, only_stats, softcap,
 ):  # fmt: skip
     q_size, k_size, heads = B * H * Tq * D, B * H_kv * Tk * D, B * H
     q, k, v = _floats(addresses[0], q_size), _floats(addresses[1], k_size), _floats(addresses[2], k_size)
@@ -415,8 +419,8 @@ def _backward_kernel(
     head_KD = np.zeros((Tk, padded), F32)
     wide_heads = np.empty((4, Tk, padded))
     k_KD, v_KD, dk_KD, dv_KD = wide_heads[0], wide_heads[1], wide_heads[2], wide_heads[3]
-    scores = np.empty((2, Tk, LANES), F32)
-    p_KL, dp_KL = scores[0], scores[1]
+    scores = np.empty((3, Tk, LANES), F32)
+    p_KL, dp_KL, slope_KL = scores[0], scores[1], scores[2]
     wide_scores = np.empty((2, Tk, LANES))
     wide_p_KL, wide_ds_KL = wide_scores[0], wide_scores[1]
     rows_LD = np.zeros((4, LANES, padded), F32)
@@ -459,7 +463,9 @@ def _backward_kernel(
             # [17, 18, 19]
             _transpose(wide_q_LD, wide_DL, D)
             matmul(wide_p_KL, 0, LANES, k_KD, 0, padded, 1, wide_DL, 0, LANES, keys, LANES, D, False)
-            lanes.backward_probabilities(wide_p_KL, p_KL, lse, keys, scale, hidden, at, counter, Tk)
+            lanes.backward_probabilities(
+                wide_p_KL, p_KL, slope_KL, lse, keys, scale, softcap, hidden, at, counter, Tk
+            )
 
             # [20]
             _transpose(wide_do_LD, wide_DL, D)
@@ -496,6 +502,8 @@ def _backward_kernel(
                 head_error += abs(total[lane])
                 head_size += other[lane]
                 head_sum += total[lane]
+            if softcap > ZERO:
+                lanes.through_cap(wide_ds_KL, slope_KL, keys, hidden, at, counter, Tk)
 
             # [23]
             matmul(
