@@ -31,7 +31,9 @@ def test_log_is_within_1_1_ulp_of_float64():
 
 
 def test_tanh_is_within_2_ulp_of_float64():
-    x = torch.cat([torch.linspace(-12, 12, 300_001), torch.linspace(-0.7, 0.7, 100_001), torch.logspace(-38, 0, 999)])
+    x = torch.cat(
+        [torch.linspace(-12, 12, 300_001), torch.linspace(-0.7, 0.7, 100_001), torch.logspace(-38, 0, 999)]
+    )
     true = x.double().tanh()
     assert ((tanh_f32(x).double() - true).abs() <= 2 * ulp(true)).all()
     assert torch.equal(tanh_f32(-x), -tanh_f32(x))

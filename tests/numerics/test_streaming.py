@@ -379,7 +379,9 @@ def test_a_soft_cap_in_fp32_is_attention_over_capped_logits(shape):
     for got, expected in zip(found, exact):
         assert (got - expected).abs().max() <= 4e-6 * max(1, expected.abs().max())
     logits, _ = probabilities(q, k, causal, scale)
-    assert torch.allclose(seen[0].max_logit, (cap * torch.tanh(logits / cap)).amax((-2, -1)).float(), rtol=1e-6)
+    assert torch.allclose(
+        seen[0].max_logit, (cap * torch.tanh(logits / cap)).amax((-2, -1)).float(), rtol=1e-6
+    )
     assert (seen[0].residual_r < 1e-5).all(), "of dS before the cap's slope: its rows sum to zero"
 
 

@@ -27,7 +27,7 @@ def route_of(parameter_name: str) -> tuple[str, int]:
     """Route and layer of a parameter by its name; layer -1 outside the blocks."""
     parts = parameter_name.split(".")
     layer = int(parts[1]) if parts[0] == "blocks" else -1
-    return _IN_BLOCKS.get(parts[-2], "embed"), layer
+    return next((_IN_BLOCKS[part] for part in parts if part in _IN_BLOCKS), "embed"), layer
 
 
 def expand_routes(routes: Iterable[str]) -> frozenset[str]:
