@@ -97,7 +97,7 @@ def test_in_our_model_every_linear_map_of_the_blocks_has_norm_gamma(tmp_path):
     gammas = [name for name, _ in trainer.model.named_parameters() if name not in plain]
     assert len(gammas) == 2 * 6
     trainer.step()
-    assert all(float(p) != 1.0 for name, p in trainer.model.named_parameters() if name in gammas)
+    assert all(float(p.detach()) != 1.0 for name, p in trainer.model.named_parameters() if name in gammas)
     (row, *_) = trainer.writer.tables["layers"]
     for name in ("q_1", "k_1", "v", "o", "up", "down"):
         assert row[f"sigma_{name}"] == pytest.approx(1.0, abs=1e-4), "of the weight as applied"
