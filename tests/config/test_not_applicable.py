@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from qkpipe.config import load_study
+from qkpipe.config.effective import effective_config
 from qkpipe.config.models import RunConfig
 from qkpipe.errors import BadInput
 from qkpipe.train.trainer import Trainer
@@ -41,6 +42,10 @@ def test_nothing_asks_to_run_one():
     assert not set(STUDY.not_applicable) & set(STUDY.runnable)
     for target in STUDY.config.targets:
         assert not set(STUDY.not_applicable) & {key.arm for key in STUDY.requested(target)}
+
+
+def test_the_effective_config_names_them():
+    assert effective_config(STUDY)["not_applicable"] == STUDY.not_applicable
 
 
 def test_the_arm_it_names_must_be_there(tmp_path):

@@ -11,14 +11,21 @@ from qkpipe.config.load import Study
 
 
 def effective_config(study: Study) -> dict[str, Any]:
-    """Roles, targets, and every runnable arm as resolved, with its config hash (seeds are no part of it)."""
+    """Roles, targets, every runnable arm as resolved, with its config hash (seeds are no part of it), and the cells that are named
+    and not run.
+    """
     arms = {}
     for name in study.runnable:
         run = study.resolve(name, seed=0)
         words = {"description": run.description, "group": run.group, "twin": run.twin, **run.labels()}
         arms[name] = words | {"config_hash": run.config_hash, "config": run.identity()}
     study_wide = study.config.model_dump(mode="json", include={"roles", "targets"})
-    return {"scale": study.scale, **study_wide, "arms": arms}
+    return {
+        "scale": study.scale,
+        **study_wide,
+        "arms": arms,
+        "not_applicable": study.not_applicable,
+    }
 
 
 def render(study: Study) -> str:
