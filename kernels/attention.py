@@ -40,14 +40,15 @@ _BACKWARD = ("bwd_s", "bwd_p", "dp", "ds")
 class Statistics:
     """Per (B, H), fp32, outside of autograd; definitions in `qkpipe.numerics.streaming`; None if not asked for.
 
-    max_logit: largest applied logit before any rounding. entropy: mean row entropy, nat. residual_r,
-    residual_mean: of the rows of dS, filled in by the backward.
+    max_logit: largest applied logit before any rounding. tied_fallbacks: int64, with max_logit. entropy: mean row
+    entropy, nat. residual_r, residual_mean: of the rows of dS, filled in by the backward.
     """
 
     max_logit: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     residual_r: torch.Tensor | None = None
     residual_mean: torch.Tensor | None = None
+    tied_fallbacks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ class Options:
         """No rounding between the products: the arithmetic of a stock kernel."""
         exact = all(getattr(self.precision, name).bits == 23 for name in _FORWARD)
         deterministic = self.precision.p_operand.mode != "stochastic"
-        return (
-            exact and deterministic and self.scale > 0 and not self.shared_exp and not self.repair.compensated
-        )
+        repair = self.repair
+        repaired = repair.compensated or repair.tied_max_beta is not None or repair.out_gain != 1
+        return exact and deterministic and self.scale > 0 and not self.shared_exp and not repaired
 
     @property
     def fast_backward(self) -> bool:
@@ -100,13 +101,13 @@ class Tiling(NamedTuple):
 def forward_tiling(D: int, fast: bool, tile: int, wide: bool, capability: int) -> Tiling:
     """wide: the inputs are fp32, which tensor cores do not multiply exactly."""
     if wide:
-        return Tiling(32, math.gcd(tile, 32), 8 if D == 128 else 4, 1)
+        return Tiling(32, _block(tile, 32), 8 if D == 128 else 4, 1)
     warps = 4 if D < 128 and 90 <= capability < 100 else 8
     if fast:
         return Tiling(128, 32 if D == 128 and capability < 90 else 64, warps, 3)
     # A tile of more than one block computes its scores twice, and needs the registers.
     longest = 128 if tile == 128 and D < 128 else 64 if tile <= 64 or D == 128 or capability < 100 else 32
-    return Tiling(64, math.gcd(tile, longest), warps, 2)
+    return Tiling(64, _block(tile, longest), warps, 2)
 
 
 def dq_tiling(D: int, fast: bool, wide: bool, split: bool, capability: int) -> Tiling:
@@ -129,19 +130,18 @@ def dkdv_tiling(D: int, fast: bool, wide: bool, split: bool, capability: int) ->
 
 
 def effective_tile(tile: int, Tk: int) -> int:
-    """A tile the kernels take that cuts Tk keys as `tile` does: a multiple of 16."""
+    """A tile that cuts Tk keys as `tile` does, and is a power of two where it does not cut them at all."""
     return max(16, triton.next_power_of_2(Tk)) if tile >= Tk else tile
 
 
-def unsupported(D: int, tile: int, Tk: int, repair: StreamRepair) -> str | None:
+def _block(tile: int, longest: int) -> int:
+    """Keys a block, a power of two of at least 16: it divides the tile, or reaches over its end, masked."""
+    return math.gcd(tile, longest) if tile % 16 == 0 else min(longest, max(16, triton.next_power_of_2(tile)))
+
+
+def unsupported(D: int) -> str | None:
     """Why the kernels cannot run this, or None."""
-    if D not in HEAD_DIMS:
-        return f"head dimension {D}; allowed: {', '.join(map(str, HEAD_DIMS))}"
-    if effective_tile(tile, Tk) % 16:
-        return f"tile = {tile}; allowed: a multiple of 16, or at least the number of keys"
-    if repair.tied_max_beta is not None or repair.out_gain != 1:
-        return "repair: tied_max_beta and out_gain; allowed: neither (the CPU path has them)"
-    return None
+    return None if D in HEAD_DIMS else f"head dimension {D}; allowed: {', '.join(map(str, HEAD_DIMS))}"
 
 
 def attention(
@@ -169,7 +169,7 @@ def attention(
             128, the last axis contiguous; on a GPU, or on a CPU under Triton's interpreter.
         causal: row i sees keys 0..i; needs Tq == Tk. scale: of the logits, 1/sqrt(D) by default.
         tile, precision, repair, seed: as in `qkpipe.numerics.streaming_attention`; by default everything inside is
-            fp32 and io bfloat16. tile: a multiple of 16, or at least Tk. Not offered: tied_max_beta, out_gain.
+            fp32 and io bfloat16.
         operands: "bf16" rounds P and dS to bfloat16 as operands of the matrix products, where they are wider, as
             every stock kernel does; "exact" multiplies them as they are (slower, and what the reference does).
         norm_switch: int32 tensor of one element on q's device. Where it is not 0, each row of q and of k is first
@@ -226,7 +226,9 @@ def _check(q, k, v, options: Options, norm_switch) -> None:
         raise BadInput(f"operands = {options.operands!r}; allowed: {', '.join(OPERANDS)}")
     if norm_switch is not None and (norm_switch.numel() != 1 or norm_switch.dtype != torch.int32):
         raise BadInput(f"norm_switch: {tuple(norm_switch.shape)} {norm_switch.dtype}; allowed: one int32")
-    reason = unsupported(q.shape[3], options.tile, k.shape[2], options.repair)
+    if options.tile < 1:
+        raise BadInput(f"tile = {options.tile}; allowed: an integer, 1 or more")
+    reason = unsupported(q.shape[3])
     if reason is not None:
         raise BadInput(f"attention kernels: {reason}")
 
@@ -292,12 +294,17 @@ def forward(inputs: Inputs, options: Options, dtype: torch.dtype, statistics: St
     launch = forward_launch(inputs, options, dtype)
     launch.run()
     tensors = launch.arguments
+    lse = tensors["lse_ptr"]
     if options.sense:
-        statistics.max_logit = tensors["max_ptr"].amax(-1) + 0.0
+        statistics.max_logit = tensors["max_ptr"].amax(-1)
+        if options.repair.tied_max_beta is None:
+            statistics.tied_fallbacks = torch.zeros(lse.shape[:2], dtype=torch.int64, device=lse.device)
+        else:
+            statistics.tied_fallbacks = tensors["fallback_ptr"].sum(-1)
     if options.entropy:
         statistics.entropy = tensors["entropy_ptr"].mean(-1, dtype=torch.float64).float()
     o_delta = tensors["o_ptr"] if options.repair.delta == "o_fp32" else tensors["out_ptr"]
-    return tensors["out_ptr"], o_delta, tensors["lse_ptr"]
+    return tensors["out_ptr"], o_delta, lse
 
 
 def backward(inputs: Inputs, o_delta, lse, do, options: Options, dtype: torch.dtype, statistics: Statistics):
@@ -367,6 +374,8 @@ def forward_launch(
     lse = torch.empty(B, H, Tq, device=q.device)
     keep_o = options.repair.delta == "o_fp32"
     operand = options.operand(options.precision.p_operand)
+    beta = options.repair.tied_max_beta
+    counts = beta is not None and options.sense
     arguments = {
         "q_ptr": q,
         "k_ptr": k,
@@ -376,8 +385,10 @@ def forward_launch(
         "lse_ptr": lse,
         "max_ptr": torch.empty_like(lse) if options.sense else lse,
         "entropy_ptr": torch.empty_like(lse) if options.entropy else lse,
+        "fallback_ptr": torch.empty_like(lse, dtype=torch.int32) if counts else lse,
         "rq_ptr": lse if rq is None else rq,
         "rk_ptr": lse if rk is None else rk,
+        "out_gain": float(options.repair.out_gain),
         **_sizes(inputs, options),
         **_strides(q=q, k=k, v=v, out=out),
         **_codes(options, (*_FORWARD, "io")),
@@ -386,12 +397,16 @@ def forward_launch(
         "P_PARTS": _parts(operand),
         "BLOCK_M": tiling.rows,
         "BLOCK_N": keys,
-        "SUBTILES": 1 if fast else tile // keys,
-        "EVEN": Tq % tiling.rows == 0 and Tk % (keys if fast else tile) == 0,
+        "TILE": keys if fast else tile,
+        "SUBTILES": 1 if fast else -(-tile // keys),
+        "EVEN": Tq % tiling.rows == 0 and Tk % keys == 0 and (fast or (Tk % tile == 0 and tile % keys == 0)),
         "FAST": fast,
         "NORM": rq is not None and fast and options.fast_backward,
         "COMPENSATED": options.repair.compensated,
         "EXACT_LSE": options.repair.lse == "exact" and not fast,
+        "GAIN": options.repair.out_gain != 1,
+        "TIED": beta is not None,
+        "BETA": float(beta or 0.0),
         "KEEP_O": keep_o,
         "SENSE": options.sense,
         "ENTROPY": options.entropy,

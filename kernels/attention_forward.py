@@ -7,8 +7,9 @@ in (the upper-case arguments named after `StreamPrecision`'s quantities). Two ar
                maximum of a row is the running maximum of the recurrence, so sensing it is free. The tile of
                the recurrence has no meaning then, and BLOCK_N is chosen for speed.
     otherwise  every operation of the list in its order, each rounded to fp32 by itself (compile without
-               floating-point fusion). A tile is SUBTILES * BLOCK_N keys; where it is longer than one block,
-               its maximum is found first, and the scores are computed again.
+               floating-point fusion). A tile of TILE keys takes SUBTILES blocks of BLOCK_N, whose last may
+               reach over its end; where there is more than one, the tile's maximum is found first, and the
+               scores are computed again.
 
 Sums and products over an index are accumulated in fp32, in the order of the tensor cores; there the result
 differs from the reference's, which sums in float64.
@@ -65,34 +66,35 @@ def load_columns(base, stride_t, rows, n_rows, D: tl.constexpr, EVEN: tl.constex
 
 @triton.jit
 def _scores(
-    q, k, scale, seed, row_number, rows, keys, Tk,
+    q, k, scale, seed, row_number, rows, keys, end, Tk,
     QK: tl.constexpr, S: tl.constexpr, IO_PARTS: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """(scores of point 3, scores before any rounding), -inf where not seen."""
+    """(scores of point 3, scores before any rounding), -inf where not seen, or where a key lies past `end`."""
     x = matmul(q, k, IO_PARTS, IO_PARTS)
     counter = row_number[:, None] * Tk + keys[None, :]
     zero = Tk * 0
     s = round_to(round_to(x, QK, seed, QK_POINT, zero, counter) * scale, S, seed, S_POINT, zero, counter)
     raw = x * scale
     if MASKED:
-        seen = is_seen(rows[:, None], keys[None, :], Tk, CAUSAL)
+        seen = is_seen(rows[:, None], keys[None, :], end, CAUSAL)
         s = tl.where(seen, s, float("-inf"))
         raw = tl.where(seen, raw, float("-inf"))
     return s, raw
 
 
 @triton.jit
-def is_seen(rows, keys, Tk, CAUSAL: tl.constexpr):
-    """Whether row i sees key j, for shapes that broadcast."""
+def is_seen(rows, keys, end, CAUSAL: tl.constexpr):
+    """Whether row i sees key j < end, for shapes that broadcast. A causal row sees none past the last key: Tq = Tk."""
     if CAUSAL:
-        return keys <= rows
+        return (keys <= rows) & (keys < end)
     else:
-        return (keys < Tk) & (rows >= 0)
+        return (keys < end) & (rows >= 0)
 
 
 @triton.jit
-def _running_raw(raw, top, z, w, SENSE: tl.constexpr, RAW: tl.constexpr, SHARED_EXP: tl.constexpr):
-    """Take a block of unrounded scores into M = top, Z = z and sum e (raw - M) = w."""
+def _running_raw(raw, v, top, z, w, exact, SENSE: tl.constexpr, RAW: tl.constexpr, GAIN: tl.constexpr,
+                 IO_PARTS: tl.constexpr, SHARED_EXP: tl.constexpr):  # fmt: skip
+    """Take a block of unrounded scores into M = top, Z = z, sum e (raw - M) = w and, with GAIN, sum e v = exact."""
     if RAW:
         new = tl.maximum(top, tl.max(raw, 1))
         step = tl.where(z > 0, top - new, 0.0)
@@ -101,11 +103,32 @@ def _running_raw(raw, top, z, w, SENSE: tl.constexpr, RAW: tl.constexpr, SHARED_
         e = exponential(below, SHARED_EXP)
         w = (w + z * step) * alpha + tl.sum(tl.where(raw > float("-inf"), e * below, 0.0), 1)
         z = z * alpha + tl.sum(e, 1)
-        return new, z, w
+        if GAIN:
+            exact = exact * alpha[:, None] + matmul(e, v, 3, IO_PARTS)
+        return new, z, w, exact
     elif SENSE:
-        return tl.maximum(top, tl.max(raw, 1)), z, w
+        return tl.maximum(top, tl.max(raw, 1)), z, w, exact
     else:
-        return top, z, w
+        return top, z, w, exact
+
+
+@triton.jit
+def _tally(s, top, count, TIED: tl.constexpr):
+    """Take a block of scores into the tile's maximum and, with TIED, into how often it is attained."""
+    block_top = tl.max(s, 1)
+    new = tl.maximum(top, block_top)
+    if TIED:
+        count = tl.where(top == new, count, 0) + tl.sum((s == new[:, None]).to(tl.int32), 1)
+    return new, count
+
+
+@triton.jit
+def _shift_tied_maximum(top, count, BETA: tl.constexpr):
+    """The tied-maximum shift of `StreamRepair`: (the maximum to use, whether it had to fall back)."""
+    tied = count > 1
+    safe = tl.where(top > 0.0, top * (BETA - 1.0) < 80.0, top > -80.0)
+    shifted = tl.where(top > 0.0, top * BETA, tl.where(top < 0.0, 0.0, top))
+    return tl.where(tied & safe, shifted, top), tied & (safe == 0)
 
 
 @triton.jit
@@ -141,43 +164,53 @@ def _fast_tile(
 @triton.jit
 def _tile(
     q, k_base, v_base, k_stride, v_stride, scale, seed, t, row_number, rows, Tk,
-    m, l, acc, l_low, acc_low, top, z, w,
+    m, l, acc, l_low, acc_low, top, z, w, exact, fallbacks,
     QK: tl.constexpr, S: tl.constexpr, S_MINUS_M: tl.constexpr, P: tl.constexpr, P_OPERAND: tl.constexpr,
     BLOCK_SUM: tl.constexpr, RESCALE: tl.constexpr, ACC: tl.constexpr, L: tl.constexpr, M: tl.constexpr,
     PV: tl.constexpr, IO_PARTS: tl.constexpr, P_PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
-    SHARED_EXP: tl.constexpr, COMPENSATED: tl.constexpr, SENSE: tl.constexpr, RAW: tl.constexpr,
-    MASKED: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+    EVEN: tl.constexpr, SHARED_EXP: tl.constexpr, COMPENSATED: tl.constexpr, SENSE: tl.constexpr,
+    RAW: tl.constexpr, GAIN: tl.constexpr, TIED: tl.constexpr, BETA: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Points 4 to 11 for one tile of keys."""
-    TILE: tl.constexpr = SUBTILES * BLOCK_N
+    """Points 4 to 11 for one tile of keys. CUT: some of its blocks' keys are not seen."""
+    MASKED: tl.constexpr = CUT or TILE != SUBTILES * BLOCK_N
     start = t * TILE
     width = tl.minimum(Tk - start, TILE)
+    end = start + width
     block = tl.arange(0, BLOCK_N)
+    tile_top = tl.full(m.shape, float("-inf"), tl.float32)
+    count = tl.zeros(m.shape, tl.int32)
 
     if SUBTILES == 1:
         k = load_columns(k_base, k_stride, start + block, Tk, D, EVEN)
+        v = load_rows(v_base, v_stride, start + block, Tk, D, EVEN)
         s, raw = _scores(
-            q, k, scale, seed, row_number, rows, start + block, Tk, QK, S, IO_PARTS, CAUSAL, MASKED
+            q, k, scale, seed, row_number, rows, start + block, end, Tk, QK, S, IO_PARTS, CAUSAL, MASKED
         )
-        tile_top = tl.max(s, 1)
-        top, z, w = _running_raw(raw, top, z, w, SENSE, RAW, SHARED_EXP)
+        tile_top, count = _tally(s, tile_top, count, TIED)
+        top, z, w, exact = _running_raw(raw, v, top, z, w, exact, SENSE, RAW, GAIN, IO_PARTS, SHARED_EXP)
     else:
-        tile_top = tl.full(m.shape, float("-inf"), tl.float32)
         for first in range(0, TILE, BLOCK_N):
             keys = start + first + block
             k = load_columns(k_base, k_stride, keys, Tk, D, EVEN)
-            s, raw = _scores(q, k, scale, seed, row_number, rows, keys, Tk, QK, S, IO_PARTS, CAUSAL, MASKED)
-            tile_top = tl.maximum(tile_top, tl.max(s, 1))
-            top, z, w = _running_raw(raw, top, z, w, SENSE, RAW, SHARED_EXP)
+            v = k
+            if GAIN:
+                v = load_rows(v_base, v_stride, keys, Tk, D, EVEN)
+            s, raw = _scores(
+                q, k, scale, seed, row_number, rows, keys, end, Tk, QK, S, IO_PARTS, CAUSAL, MASKED
+            )
+            tile_top, count = _tally(s, tile_top, count, TIED)
+            top, z, w, exact = _running_raw(raw, v, top, z, w, exact, SENSE, RAW, GAIN, IO_PARTS, SHARED_EXP)
 
+    if TIED:
+        tile_top, fell_back = _shift_tied_maximum(tile_top, count, BETA)
+        fallbacks += (fell_back & ((start <= rows) | (not CAUSAL))).to(tl.int32)
     m_new = round_to(tl.maximum(m, tile_top), M, seed, M_POINT, t, row_number)
     step = round_to(m - m_new, S_MINUS_M, seed, M_STEP, t, row_number)
     alpha = round_to(exponential(step, SHARED_EXP), RESCALE, seed, RESCALE_POINT, t, row_number)
 
     if SUBTILES == 1:
-        v = load_rows(v_base, v_stride, start + block, Tk, D, EVEN)
-        p = _exponentials(s, m_new, seed, t, row_number, start + block, block, width, rows, Tk,
+        p = _exponentials(s, m_new, seed, t, row_number, start + block, block, width, rows, end,
                           S_MINUS_M, P, CAUSAL, SHARED_EXP, MASKED)  # fmt: skip
         b = tl.sum(p, 1)
         operand = round_to(
@@ -190,8 +223,10 @@ def _tile(
         for first in range(0, TILE, BLOCK_N):
             keys = start + first + block
             k = load_columns(k_base, k_stride, keys, Tk, D, EVEN)
-            s, _ = _scores(q, k, scale, seed, row_number, rows, keys, Tk, QK, S, IO_PARTS, CAUSAL, MASKED)
-            p = _exponentials(s, m_new, seed, t, row_number, keys, first + block, width, rows, Tk,
+            s, _ = _scores(
+                q, k, scale, seed, row_number, rows, keys, end, Tk, QK, S, IO_PARTS, CAUSAL, MASKED
+            )
+            p = _exponentials(s, m_new, seed, t, row_number, keys, first + block, width, rows, end,
                               S_MINUS_M, P, CAUSAL, SHARED_EXP, MASKED)  # fmt: skip
             b += tl.sum(p, 1)
             v = load_rows(v_base, v_stride, keys, Tk, D, EVEN)
@@ -219,12 +254,12 @@ def _tile(
         acc_low = tl.where(started[:, None], acc_low_new, acc_low)
         l_new = tl.where(started, l_new, l)
         acc_new = tl.where(started[:, None], acc_new, acc)
-    return m_new, l_new, acc_new, l_low, acc_low, top, z, w
+    return m_new, l_new, acc_new, l_low, acc_low, top, z, w, exact, fallbacks
 
 
 @triton.jit
 def _exponentials(
-    s, m, seed, t, row_number, keys, in_tile, width, rows, Tk,
+    s, m, seed, t, row_number, keys, in_tile, width, rows, end,
     S_MINUS_M: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, SHARED_EXP: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -233,28 +268,29 @@ def _exponentials(
     below = round_to(s - m[:, None], S_MINUS_M, seed, S_MINUS_M_POINT, t, counter)
     p = round_to(exponential(below, SHARED_EXP), P, seed, P_POINT, t, counter)
     if MASKED:
-        p = tl.where(is_seen(rows[:, None], keys[None, :], Tk, CAUSAL), p, 0.0)
+        p = tl.where(is_seen(rows[:, None], keys[None, :], end, CAUSAL), p, 0.0)
     return p
 
 
 @triton.jit(do_not_specialize=["seed"])
 def attention_forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, o_ptr, lse_ptr, max_ptr, entropy_ptr, rq_ptr, rk_ptr,
-    scale, seed, H, group, Tq, Tk,
+    q_ptr, k_ptr, v_ptr, out_ptr, o_ptr, lse_ptr, max_ptr, entropy_ptr, fallback_ptr, rq_ptr, rk_ptr,
+    scale, out_gain, seed, H, group, Tq, Tk,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t,
     QK: tl.constexpr, S: tl.constexpr, S_MINUS_M: tl.constexpr, P: tl.constexpr, P_OPERAND: tl.constexpr,
     BLOCK_SUM: tl.constexpr, RESCALE: tl.constexpr, ACC: tl.constexpr, L: tl.constexpr, M: tl.constexpr,
     PV: tl.constexpr, O: tl.constexpr, LSE: tl.constexpr, IO: tl.constexpr,
     IO_PARTS: tl.constexpr, P_PARTS: tl.constexpr,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr, NORM: tl.constexpr,
-    SHARED_EXP: tl.constexpr, COMPENSATED: tl.constexpr, EXACT_LSE: tl.constexpr,
-    KEEP_O: tl.constexpr, SENSE: tl.constexpr, ENTROPY: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
+    SUBTILES: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr, NORM: tl.constexpr,
+    SHARED_EXP: tl.constexpr, COMPENSATED: tl.constexpr, EXACT_LSE: tl.constexpr, GAIN: tl.constexpr,
+    TIED: tl.constexpr, BETA: tl.constexpr, KEEP_O: tl.constexpr, SENSE: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of rows, B * H). q: (B, H, Tq, D); k, v: (B, H / group, Tk, D), rounded to io already.
 
-    Writes out (io), o (fp32, before any rounding, if KEEP_O), lse, and with SENSE and ENTROPY the largest
-    unrounded logit and the entropy (nat) of every row, fp32 (B, H, Tq). With NORM, scores are multiplied by
+    Writes out (io), o (fp32, before any rounding, if KEEP_O), lse, with SENSE and ENTROPY the largest
+    unrounded logit and the entropy (nat) of every row, fp32 (B, H, Tq), and with TIED and SENSE the tiles at which the
+    tied-maximum shift fell back, int32 (B, H, Tq). With NORM, scores are multiplied by
     rq[i] and rk[j], (B, H, Tq) and (B, H / group, Tk).
     """
     bh = tl.program_id(1)
@@ -280,9 +316,10 @@ def attention_forward(
     l_low, z, w = tl.zeros_like(l), tl.zeros_like(l), tl.zeros_like(l)
     acc_low = tl.zeros_like(acc)
     top = m
+    exact = acc
+    fallbacks = tl.zeros((BLOCK_M,), tl.int32)
 
-    TILE: tl.constexpr = SUBTILES * BLOCK_N
-    RAW: tl.constexpr = ENTROPY or EXACT_LSE
+    RAW: tl.constexpr = ENTROPY or EXACT_LSE or GAIN
     if CAUSAL:
         n_full = (block_m * BLOCK_M + 1) // TILE
         n_tiles = tl.cdiv(tl.minimum((block_m + 1) * BLOCK_M, Tk), TILE)
@@ -299,11 +336,12 @@ def attention_forward(
                     IO_PARTS, P_OPERAND, P_PARTS, BLOCK_N, D, CAUSAL, EVEN, NORM, ENTROPY, MASKED,
                 )  # fmt: skip
             else:
-                m, l, acc, l_low, acc_low, top, z, w = _tile(
+                m, l, acc, l_low, acc_low, top, z, w, exact, fallbacks = _tile(
                     q, k_base, v_base, k_t, v_t, scale, seed, t, row_number, rows, Tk,
-                    m, l, acc, l_low, acc_low, top, z, w,
+                    m, l, acc, l_low, acc_low, top, z, w, exact, fallbacks,
                     QK, S, S_MINUS_M, P, P_OPERAND, BLOCK_SUM, RESCALE, ACC, L, M, PV, IO_PARTS, P_PARTS,
-                    BLOCK_N, SUBTILES, D, CAUSAL, EVEN, SHARED_EXP, COMPENSATED, SENSE, RAW, MASKED,
+                    TILE, BLOCK_N, SUBTILES, D, CAUSAL, EVEN, SHARED_EXP, COMPENSATED, SENSE, RAW, GAIN,
+                    TIED, BETA, MASKED,
                 )  # fmt: skip
 
     zero = bh * 0
@@ -323,14 +361,21 @@ def attention_forward(
     exists = rows < Tq
     element = row_number[:, None] * D + tl.arange(0, D)[None, :]
     at = b * out_b + h * out_h + rows[:, None] * out_t + tl.arange(0, D)[None, :]
+    rounded = round_to(o, O, seed, O_POINT, zero, element)
+    if GAIN:
+        exact = tl.div_rn(exact, tl.broadcast_to(z[:, None], (BLOCK_M, D)))
+        rounded = exact + out_gain * (rounded - exact)
+        o = exact + out_gain * (o - exact)
     if KEEP_O:
         tl.store(o_ptr + at, o, mask=exists[:, None])
-    o = round_to(round_to(o, O, seed, O_POINT, zero, element), IO, seed, OUT, zero, element)
-    tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=exists[:, None])
+    out = round_to(rounded, IO, seed, OUT, zero, element)
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=exists[:, None])
     tl.store(lse_ptr + row_number, lse, mask=exists)
     if SENSE:
         # A maximum skips NaN, a sum does not.
         top = tl.where(l != l, tl.where(top == float("inf"), top, float("nan")), top)
-        tl.store(max_ptr + row_number, top, mask=exists)
+        tl.store(max_ptr + row_number, top + 0.0, mask=exists)  # no -0
+        if TIED:
+            tl.store(fallback_ptr + row_number, fallbacks, mask=exists)
     if ENTROPY:
         tl.store(entropy_ptr + row_number, log_f32(z) - tl.div_rn(w, z), mask=exists)

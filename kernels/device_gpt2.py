@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 COPY = 24
+CHUNK = 32  # steps whose batches are made at once
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -72,20 +73,26 @@ class GPT2(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-@lru_cache(maxsize=128)
 def batch_of(size: Size, step: int, device: torch.device) -> Tensor:
-    """(batch, context + 1) tokens, a function of the step; kept, since runs share their batches."""
-    generator = torch.Generator().manual_seed(step)
-    B, T = size.batch, size.context + 1
+    """(batch, context + 1) tokens, a function of the step."""
+    return _batches(size, step // CHUNK, device)[step % CHUNK]
+
+
+@lru_cache(maxsize=2)
+def _batches(size: Size, chunk: int, device: torch.device) -> Tensor:
+    """(CHUNK, batch, context + 1) tokens: made together, since each has to be made token by token."""
+    generator = torch.Generator().manual_seed(chunk)
+    B, T = CHUNK * size.batch, size.context + 1
     symbols = min(4096, size.vocabulary)
-    noise = torch.randint(0, 4, (B, T), generator=generator)
-    tokens = torch.empty(B, T, dtype=torch.int64)
-    tokens[:, 0] = torch.randint(0, symbols, (B,), generator=generator)
+    noise = torch.randint(0, 4, (T, B), generator=generator)
+    tokens = torch.empty(T, B, dtype=torch.int64)
+    tokens[0] = torch.randint(0, symbols, (B,), generator=generator)
     for t in range(1, T):
-        tokens[:, t] = (5 * tokens[:, t - 1] + 7 + noise[:, t]) % symbols
         if t % 2 and t >= COPY:
-            tokens[:, t] = tokens[:, t - COPY]
-    return tokens.to(device)
+            tokens[t] = tokens[t - COPY]
+        else:
+            tokens[t] = (5 * tokens[t - 1] + 7 + noise[t]) % symbols
+    return tokens.T.reshape(CHUNK, size.batch, T).to(device)
 
 
 class Trainer:
@@ -113,9 +120,11 @@ class Trainer:
         self.step += 1
         return loss.detach()
 
+    @torch.no_grad()
     def sigma_q(self) -> float:
-        """Largest singular value of W_Q over the layers."""
-        width = self.size.width
-        return max(
-            torch.linalg.matrix_norm(b.W_QKV.weight[:width].float(), ord=2).item() for b in self.model.blocks
-        )
+        """Largest singular value of W_Q over the layers, from below, by power iteration (an SVD takes longer than a step)."""
+        W = torch.stack([block.W_QKV.weight[: self.size.width] for block in self.model.blocks])
+        v = torch.ones(*W.shape[:-1], 1, device=W.device)
+        for _ in range(64):
+            v = F.normalize(W.mT @ (W @ v), dim=1)
+        return (W @ v).norm(dim=1).max().item()

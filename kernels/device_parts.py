@@ -1,9 +1,10 @@
-"""The parts of the device check; see `device_check`. Each returns rows of plain data."""
+"""The parts of the device check; see `device_check`. Each yields (kind of row, row of plain data)."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -22,41 +23,84 @@ HEALTHY = StreamPrecision(io=7)
 CARRIES = StreamPrecision.carries(7)
 UNIFORM = StreamPrecision.uniform(7)
 SETTINGS = {"healthy": HEALTHY, "carries": CARRIES, "uniform": UNIFORM}
+ALL_STATISTICS = {"sense": True, "entropy": True, "residual": True}
 GRADIENTS = ("out", "dq", "dk", "dv")
 TAU = 30.0
 GAIN = 64.0  # of delta's error, in the accelerated run
+
+# setting: (options, peer, least and wanted speed over the peer's); "norm_switch" is made on the device.
+TIMED = {
+    "healthy": ({}, "sdpa flash", 0.8, 1.0),
+    "healthy, sensing": ({"sense": True}, "healthy", 1 / 1.02, 1 / 1.02),
+    "healthy, all statistics": (ALL_STATISTICS, "healthy", None, None),
+    "healthy, normalised": ({"norm_switch": 1}, "healthy", None, None),
+    "carries": ({"precision": CARRIES}, "sdpa flash", 0.7, 0.7),
+    "uniform": ({"precision": UNIFORM}, "sdpa flash", 0.5, 0.5),
+}
+
+Rows = Iterator[tuple[str, dict]]
+
+
+class Clock:
+    """A part's time: `up(what)` says whether it is over, and remembers what was cut."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+        self.cut: str | None = None
+
+    def up(self, what: str | None = None) -> bool:
+        over = time.monotonic() > self.end
+        if over and what and self.cut is None:
+            self.cut = f"from {what} on"
+        return over
 
 
 # --- 1: checks -----------------------------------------------------------------------------------------------
 
 
-def checks(device: torch.device, quick: bool) -> list[dict]:
-    """Rows of name, passed, error, allowed; errors are largest absolute errors."""
-    rows = []
-    head_dims, T = ((16,), 21) if quick else ((16, 32, 64, 128), 67)
-    for D in head_dims:
-        for name, precision in SETTINGS.items():
-            rows += _against_float64(f"{name} D={D}", precision, D, T, device)
-        rows += _bit_for_bit(f"integers D={D}", D, T, device)
-    rows += _normalisation(16 if quick else 64, T, device)
-    rows += _quantizers(device, quick)
-    return rows
+def checks_of_head_dim(D: int, device: torch.device, quick: bool, clock: Clock) -> Rows:
+    """Odd lengths, grouped queries: each setting against float64, small integers bit for bit, the normalisation."""
+    T = 21 if quick else 67
+    # The operands that a stock kernel has, and those of the reference.
+    for name, precision in SETTINGS.items():
+        for operands in ("bf16", "exact"):
+            if clock.up(f"{name} D={D}"):
+                return
+            given = _inputs(D, T, device)
+            options = {"precision": precision, "operands": operands, "tile": 16}
+            yield from _against_float64(f"{name} D={D} operands {operands}", given, options)
+    for mode in ("even", "stochastic", "toward_zero"):
+        if clock.up(f"integers D={D} {mode}"):
+            return
+        yield from _bit_for_bit(f"integers D={D} {mode}", D, T, StreamPrecision.uniform(2, mode=mode), device)
+    if not clock.up(f"normalised D={D}"):
+        yield from _normalisation(D, T, device)
 
 
-def _row(name: str, error: float, allowed: float, **more) -> dict:
-    return {
-        "name": name,
-        "passed": bool(error <= allowed),
-        "error": float(error),
-        "allowed": float(allowed),
-        **more,
-    }
+def checks_of_timed(device: torch.device, quick: bool, clock: Clock) -> Rows:
+    """The very programs that are timed: bfloat16 tensors, T a multiple of every block."""
+    for name, (options, *_) in TIMED.items():
+        if clock.up(name):
+            return
+        given = [x.bfloat16() for x in _inputs(64, 1024, device, H_kv=4)]
+        yield from _against_float64(f"timed {name}", given, options | _switch(options, device))
 
 
-def _inputs(D: int, T: int, device, integers: bool = False) -> list[torch.Tensor]:
-    """q, k, v, do with two query heads a key head, exact in bfloat16."""
+def _switch(options: dict, device) -> dict:
+    return (
+        {"norm_switch": torch.ones(1, dtype=torch.int32, device=device)} if "norm_switch" in options else {}
+    )
+
+
+def _row(name: str, error, allowed, **more) -> tuple[str, dict]:
+    error, allowed = float(error), float(allowed)
+    return "checks", {"name": name, "passed": error <= allowed, "error": error, "allowed": allowed, **more}
+
+
+def _inputs(D: int, T: int, device, integers: bool = False, H_kv: int = 2) -> list[torch.Tensor]:
+    """q, k, v, do, float32 with values exact in bfloat16; by default with two query heads a key head."""
     generator = torch.Generator().manual_seed(D)
-    shapes = ((1, 4, T, D), (1, 2, T, D), (1, 2, T, D), (1, 4, T, D))
+    shapes = ((1, 4, T, D), (1, H_kv, T, D), (1, H_kv, T, D), (1, 4, T, D))
     if integers:
         return [torch.randint(-2, 3, shape, generator=generator).float().to(device) for shape in shapes]
     return [torch.randn(shape, generator=generator).bfloat16().float().to(device) for shape in shapes]
@@ -64,9 +108,9 @@ def _inputs(D: int, T: int, device, integers: bool = False) -> list[torch.Tensor
 
 def _kernels(q, k, v, do, **options):
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    out, statistics = attention(q, k, v, sense=True, entropy=True, residual=True, **options)
+    out, statistics = attention(q, k, v, **options)
     out.backward(do)
-    return (out.detach(), q.grad, k.grad, v.grad), statistics
+    return tuple(x.float() for x in (out.detach(), q.grad, k.grad, v.grad)), statistics
 
 
 def _float64(q, k, v, do, normalised: bool = False):
@@ -85,125 +129,136 @@ def _float64(q, k, v, do, normalised: bool = False):
 
 def _plain(q, k, v, do, precision: StreamPrecision, tile: int, scale: float | None = None, seed: int = 0):
     """The plain reference, on its own device."""
-    call = reference.Call(True, scale or q.shape[-1] ** -0.5, tile, precision, StreamRepair(), seed, True)
-    stats = reference._empty_stats(q)
-    out, o_delta, lse = reference.forward_reference(q, k, v, call, stats)
-    return (out, *reference.backward_reference(q, k, v, o_delta, lse, do, call, stats)), stats
+    q, k, v, do = (x.float() for x in (q, k, v, do))
+    call = reference.Call(True, scale or q.shape[-1] ** -0.5, tile, precision, StreamRepair(), seed, False)
+    out, o_delta, lse = reference.forward_reference(q, k, v, call, None)
+    return (out, *reference.backward_reference(q, k, v, o_delta, lse, do, call, None))
 
 
-def _against_float64(name: str, precision: StreamPrecision, D: int, T: int, device) -> list[dict]:
+def _against_float64(name: str, given: list[torch.Tensor], options: dict) -> Rows:
     """At most twice the plain reference's error, and the rate at which the two differ."""
-    q, k, v, do = _inputs(D, T, device)
-    ours, statistics = _kernels(q, k, v, do, precision=precision, tile=16, operands="exact")
-    stock, _ = _kernels(q, k, v, do, precision=precision, tile=16, operands="bf16")
-    plain, _ = _plain(q, k, v, do, precision, 16)
-    exact, max_logit, entropy = _float64(q, k, v, do)
-    rows = []
-    for quantity, a, s, b, c in zip(GRADIENTS, ours, stock, plain, exact):
-        allowed = 2 * (b - c).abs().max() + 2**-8 * c.abs().max()
-        rows.append(
-            _row(f"{name} {quantity}", (a - c).abs().max(), allowed, differs=(a != b).double().mean().item())
-        )
-        # P and dS rounded as operands: sqrt(T) more roundings of 2^-9.
-        rows.append(
-            _row(f"{name} {quantity}, operands bf16", (s - c).abs().max(), allowed + 2**-7 * c.abs().max())
-        )
-    logit_error = ((statistics.max_logit - max_logit) / max_logit).abs().max()
-    rows.append(_row(f"{name} max_logit", logit_error, 1e-5))
-    rows.append(_row(f"{name} entropy", (statistics.entropy - entropy).abs().max(), 1e-4))
-    return rows
+    q, k, v, do = given
+    normalised = "norm_switch" in options
+    ours, statistics = _kernels(q, k, v, do, **options)
+    if normalised:
+        q_n, k_n = (F.rms_norm(x.float(), x.shape[-1:]) for x in (q, k))
+        plain = _plain(q_n, k_n, v, do, HEALTHY, 64)[:1]
+    else:
+        plain = _plain(q, k, v, do, options.get("precision", HEALTHY), options.get("tile", 64))
+    exact, max_logit, entropy = _float64(q, k, v, do, normalised)
+    # P and dS rounded as operands: sqrt(T) more roundings of 2^-9.
+    ulps = 2**-8 + (2**-7 if options.get("operands", "bf16") == "bf16" else 0.0)
+    for index, (quantity, a, c) in enumerate(zip(GRADIENTS, ours, exact)):
+        if index < len(plain):
+            allowed = 2 * (plain[index] - c).abs().max() + ulps * c.abs().max()
+            differs = (a != plain[index]).double().mean().item()
+            yield _row(f"{name} {quantity}", (a - c).abs().max(), allowed, differs=differs)
+        else:
+            yield _row(f"{name} {quantity}", (a - c).abs().max(), 2**-6 * c.abs().max())
+    if statistics.max_logit is not None:
+        error = ((statistics.max_logit - max_logit) / max_logit).abs().max()
+        yield _row(f"{name} max_logit", error, 1e-5)
+    if statistics.entropy is not None:
+        yield _row(f"{name} entropy", (statistics.entropy - entropy).abs().max(), 1e-4)
 
 
-def _bit_for_bit(name: str, D: int, T: int, device) -> list[dict]:
-    """Small integers and m=2: fp32 sums are exact, so every bit is defined; all three rounding modes."""
-    q, k, v, do = _inputs(D, T, device, integers=True)
-    rows = []
-    for mode in ("even", "stochastic", "toward_zero"):
-        precision = StreamPrecision.uniform(2, mode=mode)
-        ours, _ = _kernels(
-            q, k, v, do, precision=precision, tile=16, operands="exact", shared_exp=True, scale=4 / D, seed=5
-        )
-        plain, _ = _plain(q, k, v, do, precision, 16, scale=4 / D, seed=5)
-        for quantity, a, b in zip(GRADIENTS, ours, plain):
-            rows.append(_row(f"{name} {mode} {quantity}: values that differ", (a != b).sum().item(), 0))
-    return rows
+def _bit_for_bit(name: str, D: int, T: int, precision: StreamPrecision, device) -> Rows:
+    """Small integers and m=2: fp32 sums are exact, so every bit is defined."""
+    given = _inputs(D, T, device, integers=True)
+    options = {"precision": precision, "tile": 16, "scale": 4 / D, "seed": 5}
+    ours, _ = _kernels(*given, operands="exact", shared_exp=True, **ALL_STATISTICS, **options)
+    for quantity, a, b in zip(GRADIENTS, ours, _plain(*given, **options)):
+        yield _row(f"{name} {quantity}: values that differ", (a != b).sum(), 0)
 
 
-def _normalisation(D: int, T: int, device) -> list[dict]:
+def _normalisation(D: int, T: int, device) -> Rows:
     q, k, v, do = _inputs(D, T, device)
     switch = torch.zeros(1, dtype=torch.int32, device=device)
     without, _ = _kernels(q, k, v, do)
     dormant, _ = _kernels(q, k, v, do, norm_switch=switch)
-    active, statistics = _kernels(q, k, v, do, norm_switch=switch.fill_(1))
+    active, statistics = _kernels(q, k, v, do, norm_switch=switch.fill_(1), sense=True)
     exact, _, _ = _float64(q, k, v, do, normalised=True)
-    rows = [
-        _row(f"dormant switch {quantity}: values that differ", (a != b).sum().item(), 0)
-        for quantity, a, b in zip(GRADIENTS, dormant, without)
-    ]
+    for quantity, a, b in zip(GRADIENTS, dormant, without):
+        yield _row(f"dormant switch D={D} {quantity}: values that differ", (a != b).sum(), 0)
     for quantity, a, c in zip(GRADIENTS, active, exact):
-        rows.append(_row(f"normalised {quantity}", (a - c).abs().max(), 2**-6 * c.abs().max()))
-    rows.append(_row("normalised max_logit", statistics.max_logit.max(), math.sqrt(D) * (1 + 2**-8) ** 2))
-    return rows
+        yield _row(f"normalised D={D} {quantity}", (a - c).abs().max(), 2**-6 * c.abs().max())
+    yield _row(f"normalised D={D} max_logit", statistics.max_logit.max(), math.sqrt(D) * (1 + 2**-8) ** 2)
 
 
-def _quantizers(device, quick: bool) -> list[dict]:
+def checks_of_formats(device: torch.device, quick: bool, clock: Clock) -> Rows:
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(65, 100, generator=generator) * torch.logspace(-30, 30, 65)[:, None]).to(device)
-    rows = []
-    formats = ("mxfp4",) if quick else [name for name in mx_reference.FORMATS if name != "nvfp4"]
-    for fmt in formats:
-        for rule in mx_reference.SCALE_RULES:
+    for fmt in ("mxfp4", "nvfp4") if quick else mx_reference.FORMATS:
+        for rule in mx_reference.SCALE_RULES if fmt != "nvfp4" else ("floor",):
             for rounding in mx_reference.ROUNDINGS:
-                options = {"scale_rule": rule, "rounding": rounding, "seed": 5}
-                a, b = quantize_mx(x, fmt, **options), mx_reference.quantize_mx(x, fmt, **options)
-                rows.append(_row(f"{fmt} {rule} {rounding}: values that differ", (a != b).sum().item(), 0))
+                name = f"{fmt} {rule} {rounding}"
+                if clock.up(name):
+                    return
+                a = quantize_mx(x, fmt, scale_rule=rule, rounding=rounding, seed=5)
+                b = mx_reference.quantize_plain(x, fmt, scale_rule=rule, rounding=rounding, seed=5)[0]
+                yield _row(f"{name}: values that differ", (a != b).sum(), 0)
     gradient = x.clone()
     quantize_into_gradient(gradient, gain=3.0)
-    expected = x + (mx_reference.quantize_mx(x) - x) * 3.0
-    rows.append(_row("into gradient: values that differ", (gradient != expected).sum().item(), 0))
+    expected = x + (mx_reference.quantize_plain(x)[0] - x) * 3.0
+    yield _row("into gradient: values that differ", (gradient != expected).sum(), 0)
     dy, x = (torch.randn(150, n, generator=generator).to(device) for n in (72, 40))
-    product = mx_reference.quantize_mx(dy, axis=0).double().mT @ mx_reference.quantize_mx(x, axis=0).double()
-    rows.append(
-        _row("mxfp4 product", (weight_gradient(dy, x) - product).abs().max(), 1e-5 * product.abs().max())
-    )
-    return rows
+    a, b = (mx_reference.quantize_plain(t, axis=0)[0].double() for t in (dy, x))
+    product = a.mT @ b
+    yield _row("mxfp4 product", (weight_gradient(dy, x) - product).abs().max(), 1e-5 * product.abs().max())
 
 
 # --- 2: benchmarks -------------------------------------------------------------------------------------------
 
 
-def benchmarks(device: torch.device, rows: list[dict], ratios: list[dict]) -> None:
+def benchmarks(device: torch.device, quick: bool, clock: Clock) -> Rows:
     """Forward + backward, causal, bfloat16, D = 64, 12 heads; and quantizers against a copy. Times in ms."""
     for T, B in ((1024, 16), (8192, 2)):
-        times = _time_attention(B, T, device, rows)
-        best = times["sdpa flash"]
-        for setting, floor, goal in (("healthy", 0.8, 1.0), ("carries", 0.7, 0.7), ("uniform", 0.5, 0.5)):
-            ratios.append(_ratio(f"{setting} over sdpa flash, T={T}", best / times[setting], floor, goal))
-        sensing = times["healthy"] / times["healthy, sensing"]
-        ratios.append(_ratio(f"healthy over healthy with sensing, T={T}", sensing, 1 / 1.02, 1 / 1.02))
-    _time_quantizers(device, rows, ratios)
+        yield from _with_ratios(_time_attention(B, T, device, clock))
+    for dtype in (torch.float32, torch.bfloat16):
+        yield from _with_ratios(_time_quantizers(dtype, device, clock))
 
 
-def _ratio(name: str, value: float, floor: float, goal: float) -> dict:
-    return {"name": name, "value": value, "floor": floor, "goal": goal, "passed": value >= floor}
+def _with_ratios(rows: Iterator[dict]) -> Rows:
+    """The rows, and speeds over peers that were timed with them."""
+    timed = {}
+    for row in rows:
+        yield "benchmarks", row
+        timed[row["setting"]] = row
+    for row in timed.values():
+        peer = timed.get(row["peer"])
+        if peer is None or "p50" not in row or "p50" not in peer:
+            continue
+        names = ("operator", "setting", "shape", "peer", "floor", "goal")
+        value = peer["p50"] / row["p50"]
+        passed = None if row["floor"] is None else value >= row["floor"]
+        yield "ratios", {name: row[name] for name in names} | {"value": value, "passed": passed}
 
 
-def _timed(operator: str, setting: str, shape: str, work, rows: list[dict], grad_to_none=None) -> float:
-    """Adds a row; the median, ms."""
+def _timed(work: Callable[[], object]) -> dict:
+    """p20, p50, p80 on the device, replayed from a CUDA graph, so that the host's launches do not count, with the second-level
+    cache emptied before each run; and the median as launched by the host.
+    """
     from triton.testing import do_bench
 
-    p20, p50, p80 = do_bench(work, warmup=50, rep=300, quantiles=[0.2, 0.5, 0.8], grad_to_none=grad_to_none)
-    rows.append(
-        {"operator": operator, "setting": setting, "shape": shape, "p20": p20, "p50": p50, "p80": p80}
-    )
-    return p50
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = work()  # what it returns lies in the graph's memory
+    p20, p50, p80 = do_bench(graph.replay, warmup=25, rep=200, quantiles=[0.2, 0.5, 0.8])
+    eager = do_bench(work, warmup=25, rep=100, quantiles=[0.5])
+    del held, graph
+    return {"p20": p20, "p50": p50, "p80": p80, "eager_p50": eager if isinstance(eager, float) else eager[0]}
 
 
-def _time_attention(B: int, T: int, device, rows: list[dict]) -> dict[str, float]:
+def _time_attention(B: int, T: int, device, clock: Clock) -> Iterator[dict]:
     q, k, v, do = (torch.randn(B, 12, T, 64, device=device, dtype=torch.bfloat16) for _ in range(4))
     for x in (q, k, v):
         x.requires_grad_()
-    switch = torch.ones(1, dtype=torch.int32, device=device)
 
     def sdpa(backend):
         def attend():
@@ -212,47 +267,67 @@ def _time_attention(B: int, T: int, device, rows: list[dict]) -> dict[str, float
 
         return attend
 
-    def ours(**options):
+    def ours(options):
+        options = options | _switch(options, device)
         return lambda: attention(q, k, v, **options)[0]
 
-    settings = {
-        "sdpa flash": sdpa(SDPBackend.FLASH_ATTENTION),
-        "sdpa cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
-        "healthy": ours(),
-        "healthy, sensing": ours(sense=True),
-        "healthy, all statistics": ours(sense=True, entropy=True, residual=True),
-        "healthy, normalised": ours(norm_switch=switch),
-        "carries": ours(precision=CARRIES),
-        "uniform": ours(precision=UNIFORM),
-    }
-    times = {}
-    for setting, attend in settings.items():
-        shape = f"B={B} H=12 T={T} D=64"
+    cases = [
+        ("sdpa flash", sdpa(SDPBackend.FLASH_ATTENTION), None, None, None),
+        ("sdpa cudnn", sdpa(SDPBackend.CUDNN_ATTENTION), "sdpa flash", None, None),
+        *((name, ours(options), peer, floor, goal) for name, (options, peer, floor, goal) in TIMED.items()),
+    ]
+    for setting, attend, peer, floor, goal in cases:
+        if clock.up(f"{setting}, T={T}"):
+            return
+        row = {
+            "operator": "attention",
+            "setting": setting,
+            "shape": f"B={B} H=12 T={T} D=64",
+            "peer": peer,
+            "floor": floor,
+            "goal": goal,
+            "flops": 7
+            * 2
+            * 64
+            * B
+            * 12
+            * T
+            * (T + 1)
+            / 2,  # 2 products forward, 5 backward, half of them masked
+        }
         try:
-            times[setting] = _timed(
-                "attention", setting, shape, lambda attend=attend: attend().backward(do), rows, [q, k, v]
-            )
-        except RuntimeError as error:  # a backend this build does not have
-            if not setting.startswith("sdpa cudnn"):
+            row |= _timed(lambda attend=attend: torch.autograd.grad(attend(), (q, k, v), do))
+        except RuntimeError as error:
+            if setting != "sdpa cudnn":  # which a build may lack
                 raise
-            rows.append(
-                {"operator": "attention", "setting": setting, "shape": shape, "error": str(error)[:200]}
-            )
-    return times
+            row["error"] = str(error)[:200]
+        yield row
 
 
-def _time_quantizers(device, rows: list[dict], ratios: list[dict]) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(16384, 8192, device=device, dtype=dtype)
-        y = torch.empty_like(x)
-        shape = f"16384 x 8192 {str(dtype).removeprefix('torch.')}"
-        copy = _timed("copy", "copy", shape, partial(y.copy_, x), rows)
-        for rounding in ("even", "stochastic"):
-            ms = _timed(
-                "quantize_mx", f"mxfp4 {rounding}", shape, partial(quantize_mx, x, rounding=rounding), rows
-            )
-            ratios.append(_ratio(f"mxfp4 {rounding} over copy, {shape}", copy / ms, 0.7, 0.85))
-        _timed("quantize_into_gradient", "mxfp4", shape, partial(quantize_into_gradient, x), rows)
+def _time_quantizers(dtype: torch.dtype, device, clock: Clock) -> Iterator[dict]:
+    x = torch.randn(16384, 8192, device=device, dtype=dtype)
+    y = torch.empty_like(x)
+    shape = f"16384 x 8192 {str(dtype).removeprefix('torch.')}"
+    cases = [
+        ("copy", partial(y.copy_, x), None, None),
+        ("mxfp4", partial(quantize_mx, x), 0.7, 0.85),
+        ("mxfp4, stochastic", partial(quantize_mx, x, rounding="stochastic"), 0.7, 0.85),
+        ("nvfp4", partial(quantize_mx, x, "nvfp4"), None, None),
+        ("mxfp4 into gradient", partial(quantize_into_gradient, x, gain=2.0), None, None),
+    ]
+    for setting, work, floor, goal in cases:
+        if clock.up(f"{setting}, {shape}"):
+            return
+        row = {
+            "operator": "quantize_mx",
+            "setting": setting,
+            "shape": shape,
+            "peer": None if setting == "copy" else "copy",
+            "floor": floor,
+            "goal": goal,
+            "bytes": 2 * x.numel() * x.element_size(),
+        }
+        yield row | _timed(work)
 
 
 # --- 3 and 4: a GPT-2-small ----------------------------------------------------------------------------------
@@ -296,7 +371,7 @@ class Attention:
         self.sensed, self.kept = [], []
 
 
-def residual(device: torch.device, quick: bool) -> list[dict]:
+def residual(device: torch.device, quick: bool, clock: Clock) -> Rows:
     """Rows of setting, step, loss (nat), residual_r (mean over layers and heads), max_logit."""
     size, steps, every = (TINY, 2, 1) if quick else (SMALL, 100, 10)
     attentions = {
@@ -304,46 +379,46 @@ def residual(device: torch.device, quick: bool) -> list[dict]:
         "healthy": lambda: Attention(residual=True),
         "faulty": lambda: Attention(residual=True, precision=UNIFORM),
     }
-    rows = []
     for setting, make in attentions.items():
         trainer, attend = Trainer(size, device, lr=1e-3, warmup=100), make()
         for step in range(steps):
+            if clock.up(f"{setting}, step {step}"):
+                return
             attend.clear()
             attend.keep = step % every == every - 1
             loss = trainer.train(attend)
             if attend.keep:
                 layers = attend.statistics()
-                rows.append(
+                yield (
+                    "residual",
                     {
                         "setting": setting,
                         "step": step,
                         "loss": loss.item(),
                         "residual_r": torch.stack([s.residual_r for s in layers]).mean().item(),
                         "max_logit": torch.stack([s.max_logit for s in layers]).max().item(),
-                    }
+                    },
                 )
-    return rows
 
 
-def training(device: torch.device, quick: bool, seconds: float) -> list[dict]:
-    """Rows of run, step, loss (nat), max_logit, sigma_q, guard_active; the two runs in turn, step by step."""
+def training(device: torch.device, quick: bool, clock: Clock) -> Rows:
+    """Rows of run, step, loss (nat), max_logit, sigma_q, guard_active; the two runs in turn, until time is up."""
     size, steps, every = (TINY, 2, 1) if quick else (SMALL, 20_000, 25)
-    end = time.monotonic() + seconds
     repair = StreamRepair(delta_gain=GAIN)
     runs = {}
     for name in ("faulty", "guarded"):
         switch = torch.zeros(1, dtype=torch.int32, device=device)
         attend = Attention(switch, precision=CARRIES, repair=repair)
         runs[name] = (Trainer(size, device, lr=1e-3, warmup=100), attend)
-    rows = []
     for step in range(steps):
-        if not quick and time.monotonic() > end:
-            break
+        if clock.up():
+            return
         for name, (trainer, attend) in runs.items():
             attend.clear()
             loss = trainer.train(attend)
             if step % every == every - 1:
-                rows.append(
+                yield (
+                    "training",
                     {
                         "run": name,
                         "step": step,
@@ -351,8 +426,17 @@ def training(device: torch.device, quick: bool, seconds: float) -> list[dict]:
                         "max_logit": torch.stack([s.max_logit for s in attend.sensed]).max().item(),
                         "sigma_q": trainer.sigma_q(),
                         "guard_active": bool(attend.switch.item()),
-                    }
+                    },
                 )
             if name == "guarded":
                 attend.guard()
-    return rows
+
+
+WORKS: dict[str, Callable[[torch.device, bool, Clock], Rows]] = {
+    **{f"checks D={D}": partial(checks_of_head_dim, D) for D in (16, 32, 64, 128)},
+    "checks timed": checks_of_timed,
+    "checks formats": checks_of_formats,
+    "benchmarks": benchmarks,
+    "residual": residual,
+    "training": training,
+}

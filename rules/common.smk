@@ -14,7 +14,7 @@ from qkpipe.store.scan import scan
 from qkpipe.telemetry.schema import SCHEMA_VERSION
 from qkpipe.train.supersede import supersede_all
 
-OPTIONS = {"scale", "seeds", "study"}
+OPTIONS = {"scale", "seeds", "study", "device_check"}
 
 
 def validated():
@@ -27,6 +27,9 @@ def validated():
         if not isinstance(seeds, list) or not seeds or not all(str(seed).isdecimal() for seed in seeds):
             raise BadInput(f"--config seeds={seeds}: must be a list of seeds, such as 'seeds=[0,1,2]'")
         seeds = [int(seed) for seed in seeds]
+    asked = config.get("device_check")
+    if asked is not None and not Path(asked).is_file():
+        raise BadInput(f"--config device_check={asked}: no such file; `make device-check` writes it on a machine with a GPU")
     folder = Path(config.get("study", Path(workflow.basedir) / "workflow" / "config"))
     study = load_study(folder, config.get("scale"))
     for target in study.config.targets:
@@ -133,6 +136,11 @@ MIRRORED = PATHS.results / "mlflow.mirrored"
 CLAIMS = STUDY.folder / "claims.yaml"
 # What judges the declared claims, the guard's threshold and the regime.
 DECLARED = [PATHS.analysis("claims"), PATHS.table("threshold"), PATHS.table("regime")] if CLAIMS.exists() else []
+DEVICE_CHECK = Path(config.get("device_check", "results/device_check.json"))
+DEVICE_TABLES = [
+    PATHS.table(name)
+    for name in ("device", "device_checks", "device_benchmark", "device_residual", "device_training")
+]
 
 # Runs that need no GPU can share a job of a cluster: how many, says group-components of the profile.
 RUNS_GROUP = None if RESOURCES.gpus else f"{STUDY.scale}_runs"

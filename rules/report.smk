@@ -30,8 +30,10 @@ rule report:
         rules.probe.output,
         ANALYSED,
         DECLARED,
+        DEVICE_TABLES,
         code=source("src", "qkpipe", "report", "html.py"),
         template=source("workflow", "report", "report.html.j2"),
+        device=source("workflow", "report", "device.html.j2"),
     output:
         PATHS.report,
     log:

@@ -78,6 +78,7 @@ rule database:
         rules.signals.output,
         ANALYSED,
         DECLARED,
+        DEVICE_TABLES,
         code=source("src", "qkpipe", "store", "database.py"),
     output:
         PATHS.database,

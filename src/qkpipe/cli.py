@@ -98,6 +98,13 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     bench.add_argument(
         "--quick", action="store_true", help="small sizes: whether it works, not how fast it is"
     )
+    bench.add_argument(
+        "--device-check", metavar="FILE", type=Path, help="also show this result file's kernels"
+    )
+    device = command("device", _device, "turn a result file of make device-check into tables")
+    device.add_argument(
+        "--json", metavar="FILE", type=Path, help="the result file (none: no GPU was measured)"
+    )
     command("schema", _schema, "write the JSON schemas of the config files")
     return parser
 
@@ -242,7 +249,15 @@ def _bench(args: argparse.Namespace) -> int:
     run = study.resolve(args.arm, 0)
     from qkpipe.bench.benchmark import build
 
-    return 0 if all(row["gate"] for row in build(run, paths, quick=args.quick)) else 1
+    rows = build(run, paths, quick=args.quick, device_check=args.device_check)
+    return 0 if all(row["gate"] for row in rows) else 1
+
+
+def _device(args: argparse.Namespace) -> None:
+    from qkpipe.bench.device import build
+
+    _, paths = _study(args)
+    build(paths, args.json)
 
 
 def _schema(args: argparse.Namespace) -> None:

@@ -11,10 +11,11 @@ from qkpipe_kernels.mx import pack_mxfp4, quantize_into_gradient, quantize_mx
 from qkpipe_kernels.mxfp4_gemm import mxfp4_gemm, weight_gradient
 
 from qkpipe.errors import BadInput
+from qkpipe.numerics import dispatch
 from qkpipe.numerics import mx as reference
 from qkpipe.numerics.mx import FORMATS, ROUNDINGS, SCALE_RULES
 
-MX = [fmt for fmt in FORMATS if fmt != "nvfp4"]
+CASES = [(fmt, rule) for fmt in FORMATS for rule in (SCALE_RULES if fmt != "nvfp4" else ("floor",))]
 
 
 def bits(x):
@@ -30,22 +31,13 @@ def patterns(shape, seed):
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("scale_rule", SCALE_RULES)
-@pytest.mark.parametrize("fmt", MX)
+@pytest.mark.parametrize("fmt, scale_rule", CASES)
 def test_bits_of_the_reference(fmt, scale_rule, rounding):
     for seed, (shape, axis) in enumerate((((5, 100), -1), ((70, 5), 0), ((2, 64), -1))):
         for x in (patterns(shape, seed), torch.randn(shape) * 2.0**-120, torch.randn(shape)):
-            expected = reference._quantize_plain(x, fmt, axis % 2, 32, scale_rule, rounding, 5, 9)
-            actual = quantize_mx(
-                x,
-                fmt,
-                axis=axis,
-                scale_rule=scale_rule,
-                rounding=rounding,
-                seed=5,
-                stream=9,
-                return_codes=True,
-            )
+            options = {"axis": axis, "scale_rule": scale_rule, "rounding": rounding, "seed": 5, "stream": 9}
+            expected = reference.quantize_plain(x, fmt, **options)
+            actual = quantize_mx(x, fmt, return_codes=True, **options)
             for name, a, b in zip(("values", "codes", "scales"), actual, expected):
                 nan = (
                     a.isnan() & b.isnan() if a.is_floating_point() else torch.zeros_like(a, dtype=torch.bool)
@@ -82,7 +74,8 @@ def test_packed_operands_multiply_as_the_dequantized_ones():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda x: quantize_mx(x, "nvfp4"), "fmt = 'nvfp4'"),
+        (lambda x: quantize_mx(x, "fp4"), "fmt = 'fp4'"),
+        (lambda x: quantize_mx(x, "nvfp4", scale_rule="even"), "scale_rule = 'even'"),
         (lambda x: quantize_mx(x, scale_rule="ceil"), "scale_rule = 'ceil'"),
         (lambda x: quantize_mx(x.double()), "x.dtype"),
         (lambda x: quantize_mx(x, axis=2), "axis = 2"),
@@ -93,3 +86,15 @@ def test_packed_operands_multiply_as_the_dequantized_ones():
 def test_bad_input(call, message):
     with pytest.raises(BadInput, match=message):
         call(torch.randn(4, 33))
+
+
+@pytest.mark.parametrize(
+    "fmt, block, by_kernels", [("mxfp4", 32, True), ("nvfp4", 16, True), ("mxfp4", 16, False)]
+)
+def test_dispatch_takes_blocks_of_the_formats_own_size(fmt, block, by_kernels):
+    x = torch.randn(3, 70, generator=torch.Generator().manual_seed(0))
+    found = dispatch.quantize(x, fmt, 1, block, "floor", "stochastic", 5, 9, True)
+    assert (found is not None) == by_kernels
+    if by_kernels:
+        expected = reference.quantize_plain(x, fmt, rounding="stochastic", seed=5, stream=9)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import platform
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-import pyarrow as pa
 import torch
 from matplotlib.figure import Figure
 
-from qkpipe.bench import measure, operators, training
+from qkpipe.bench import device, measure, operators, training
+from qkpipe.bench.table import SCHEMA
 from qkpipe.config.models import RunConfig
 from qkpipe.paths import StudyPaths
 from qkpipe.report import style
@@ -21,27 +22,14 @@ from qkpipe.train.heap import keep_freed_memory
 
 log = logging.getLogger(__name__)
 
-_F, _S = pa.float64(), pa.string()
-SCHEMA = pa.schema(
-    {
-        "operator": _S, "setting": _S, "peer": _S, "gate": pa.bool_(),
-        "p20_ms": _F, "p50_ms": _F, "p80_ms": _F, "peer_p20_ms": _F, "peer_p50_ms": _F, "peer_p80_ms": _F,
-        "ratio": _F, "flops": _F, "bytes": _F, "flop_fraction": _F, "byte_fraction": _F,
-        "ceiling_gflops": _F, "ceiling_gbytes": _F,
-        "device": _S, "threads": pa.int64(), "torch": _S, "numba": _S, "python": _S,
-    }.items(),
-    metadata={"qkpipe.schema_version": "1"},
-)  # fmt: skip
-"""One row a case. ratio: time over the peer's, from p20 (below 1: faster). *_fraction: of the measured ceiling, where
-the definition's flops or bytes are known. ceiling_*: measured in the same process. gate: the result was right; where
-it is false, times are null.
-"""
 
-
-def build(run: RunConfig, paths: StudyPaths, *, quick: bool = False) -> list[dict[str, Any]]:
+def build(
+    run: RunConfig, paths: StudyPaths, *, quick: bool = False, device_check: Path | None = None
+) -> list[dict[str, Any]]:
     """Measure all, on one thread; write ``benchmark/operators.parquet`` and the figure; returns the rows.
 
-    ``run`` gives the sizes of the training step. ``quick``: small sizes and a fraction of a second a case.
+    ``run`` gives the sizes of the training step. ``quick``: small sizes and a fraction of a second a case. The kernels' rows
+    are of a device check: one made now where a GPU is here, else that of the result file ``device_check``, if given.
     """
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -82,6 +70,13 @@ def build(run: RunConfig, paths: StudyPaths, *, quick: bool = False) -> list[dic
         row = {"operator": operator, "setting": setting, "peer": peer, "gate": True, **_times(ours, theirs)}
         rows.append(row | shared)
         log.info(_line(row))
+    if torch.cuda.is_available():
+        device_check = device.measure(paths.benchmark.with_name("device.json"))
+    if device_check is not None:
+        kernels = device.benchmark_rows(device.read(device_check))
+        rows += kernels
+        for row in kernels:
+            log.info(_line(row))
     write_table(paths.benchmark, rows, SCHEMA)
     style.apply()
     style.save(figure(paths), [paths.figure("benchmark", suffix) for suffix in ("svg", "png")])
@@ -94,10 +89,12 @@ def figure(paths: StudyPaths) -> Figure:
     fig, ax = plt.subplots(figsize=(7.5, 0.26 * len(table) + 0.8))
     colours = style.group_colours(table["operator"])
     names = table["operator"] + ": " + table["setting"]
+    if table["device"].nunique() > 1:
+        names += ", " + table["device"]
     ax.barh(names, table["ratio"], color=[colours[operator] for operator in table["operator"]], height=0.6)
     ax.axvline(1, color=style.INK, linewidth=0.8)
     ax.set_xscale("log")
-    ax.set_xlabel("time over the peer's (p20; left of the line: faster than the peer)")
+    ax.set_xlabel("time over the peer's (left of the line: faster than the peer)")
     return fig
 
 
@@ -111,8 +108,9 @@ def _times(ours: measure.Quantiles, peer: measure.Quantiles) -> dict[str, float]
 def _line(row: dict[str, Any]) -> str:
     name = f"{row['operator']}: {row['setting']}"
     if not row["gate"]:
-        return f"{name:<72} WRONG RESULT, not timed"
-    return f"{name:<72} {row['p20_ms']:9.3f} ms, {row['ratio']:7.3f} x {row['peer']}"
+        return f"{name:<72} WRONG RESULT, no time shown"
+    compared = f", {row['ratio']:7.3f} x {row['peer']}" if "ratio" in row else ""
+    return f"{name:<72} {row['p20_ms']:9.3f} ms{compared}"
 
 
 def _device() -> str:

@@ -22,8 +22,9 @@ codes 0), and NVFP4's tensor scale is taken over the finite elements, so the oth
 their row; the last one may be ragged. Rounding to nearest, quantizing twice changes nothing (NVFP4: unless the
 tensor scale is subnormal); a stochastic draw may take a block's maximum, and with it the scale, down.
 
-Two implementations, equal in every bit: `_quantize_plain`, PyTorch operations for any device, which also gives
-codes and scales, and a compiled loop for the values on a CPU. Scaling by 2^e is exact, so MX needs nothing wider
+Three implementations, equal in every bit: `_quantize_plain`, PyTorch operations for any device, which also gives
+codes and scales; a compiled loop for the values on a CPU; Triton kernels on a GPU
+(`qkpipe.numerics.dispatch`). Scaling by 2^e is exact, so MX needs nothing wider
 than fp32; NVFP4's quotients and products are taken in float64, where they decide every tie exactly (24 bits by
 28 bits).
 """
@@ -116,6 +117,39 @@ def quantize_mx(
     Raises:
         BadInput: a name, number or dtype outside of the above.
     """
+    arguments = _checked(x, fmt, axis, block, scale_rule, rounding, seed, stream)
+    if x.device.type == "cuda":
+        from qkpipe.numerics import dispatch
+
+        found = dispatch.quantize(x.detach().contiguous(), *arguments, return_codes)
+        if found is not None:
+            return found
+    x_32 = x.detach().float().contiguous()
+    if HAVE_NUMBA and x.device.type == "cpu" and not return_codes:
+        return _quantize_compiled(x_32, *arguments).to(x.dtype)
+    values, codes, scales = _quantize_plain(x_32, *arguments)
+    return (values.to(x.dtype), codes, scales) if return_codes else values.to(x.dtype)
+
+
+def quantize_plain(
+    x: torch.Tensor,
+    fmt: str = "mxfp4",
+    *,
+    axis: int = -1,
+    block: int | None = None,
+    scale_rule: str = "floor",
+    rounding: str = "even",
+    seed: int = 0,
+    stream: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`quantize_mx` with codes, by the reference on every device."""
+    arguments = _checked(x, fmt, axis, block, scale_rule, rounding, seed, stream)
+    values, codes, scales = _quantize_plain(x.detach().float().contiguous(), *arguments)
+    return values.to(x.dtype), codes, scales
+
+
+def _checked(x, fmt, axis, block, scale_rule, rounding, seed, stream):
+    """The arguments of `_quantize_plain` after x."""
     if fmt not in FORMATS:
         raise BadInput(f"fmt={fmt!r}: allowed are {', '.join(FORMATS)}")
     rules = SCALE_RULES if fmt != "nvfp4" else ("floor",)
@@ -132,21 +166,7 @@ def quantize_mx(
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise BadInput(f"block={block!r}: allowed are the integers from 1")
     stream_keys(seed, stream)  # refuses what is out of range, on every path
-
-    arguments = (
-        x.detach().float().contiguous(),
-        fmt,
-        axis % x.dim(),
-        block,
-        scale_rule,
-        rounding,
-        seed,
-        stream,
-    )
-    if HAVE_NUMBA and x.device.type == "cpu" and not return_codes:
-        return _quantize_compiled(*arguments).to(x.dtype)
-    values, codes, scales = _quantize_plain(*arguments)
-    return (values.to(x.dtype), codes, scales) if return_codes else values.to(x.dtype)
+    return fmt, axis % x.dim(), block, scale_rule, rounding, seed, stream
 
 
 def nvfp4_tensor_scale(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import pandas as pd
 from qkpipe.config import Study
 from qkpipe.errors import BadInput
 from qkpipe.paths import StudyPaths
-from qkpipe.report import style
+from qkpipe.report import device, style
 from qkpipe.report.figures import FIGURES
 from qkpipe.report.formats import FILTERS
 from qkpipe.report.sections import SECTIONS, shown
@@ -73,6 +73,7 @@ def context(paths: StudyPaths, study: Study) -> dict[str, Any]:
         "firings": _rows(paths.analysis("guard_firing")),
         "thresholds": _rows_if_there(paths.table("threshold")),
         "regimes": _rows_if_there(paths.table("regime")),
+        "gpu": device.section(paths),
         "exclusions": _rows(paths.analysis("exclusions")),
         "figures": {name: _figure(name, paths) for name in FIGURES},
         "sections": [shown(section, paths) for section in SECTIONS],
