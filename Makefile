@@ -1,4 +1,4 @@
-# make env | study | test | test-slow | test-slurm | test-tracking | bench | kernels-test | device-check | lint | schema | profiles | clean
+# make env | study | test | test-slow | test-slurm | test-tracking | bench | kernels-test | kernels-quick | device-check | lint | schema | profiles | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,8 @@ PROFILES := $(or $(XDG_CONFIG_HOME),$(HOME)/.config)/snakemake
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: env study test test-slow test-slurm test-tracking bench kernels-test device-check lint schema profiles clean
+.PHONY: env study test test-slow test-slurm test-tracking bench kernels-test kernels-quick device-check lint schema \
+  profiles clean
 
 env: $(STAMP)
 
@@ -35,10 +36,10 @@ study: env
 # The CPU kernels are compiled before the two workers start, or each would compile them.
 test: lint
 	qkpipe warm-up
-	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile -m "not slow and not gpu and not slurm and not tracking"
+	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile -m "not slow and not slurm and not tracking"
 
 test-slow: env
-	OMP_NUM_THREADS=1 pytest -m "slow and not gpu and not slurm and not tracking"
+	OMP_NUM_THREADS=1 pytest -m "slow and not slurm and not tracking"
 
 # A throwaway Slurm on this machine, installed from Debian where missing; where that cannot be, this says why and passes.
 test-slurm: env
@@ -57,9 +58,14 @@ bench: env
 kernels-test: env
 	tests/kernels/run_environments.sh -m "not slow"
 
-# On a machine with a GPU: needs torch, triton and numpy alone, and this checkout installed or on the path.
+# The device check from end to end on a CPU, and the dispatch to the kernels, on the newest Triton.
+kernels-quick: env
+	tests/kernels/run_environments.sh --newest tests/kernels/test_device_check.py tests/kernels/test_dispatch.py
+
+# On a machine with a GPU: needs torch, triton and numpy alone, and nothing installed. kernels/ is imported under another name.
 device-check:
-	$(PYTHON) -m qkpipe_kernels.device_check --out results/device_check.json
+	@mkdir -p build/path && ln -sfn $(CURDIR)/kernels build/path/qkpipe_kernels
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/build/path $(PYTHON) -m qkpipe_kernels.device_check --out results/device_check.json
 
 lint: env
 	ruff check

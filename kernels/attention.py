@@ -21,7 +21,7 @@ from qkpipe_kernels.attention_backward import (
     attention_delta_from_p,
 )
 from qkpipe_kernels.attention_forward import attention_forward
-from qkpipe_kernels.launch import Launch, capability_of
+from qkpipe_kernels.launch import Launch, capability_of, strides
 from qkpipe_kernels.prepare import inverse_rms, norm_backward_, round_rows
 from qkpipe_kernels.rounding import bf16_parts, rounding_code, signed
 from torch.autograd.function import once_differentiable
@@ -341,10 +341,6 @@ def _sizes(inputs: Inputs, options: Options) -> dict:
     }
 
 
-def _strides(**tensors: torch.Tensor) -> dict:
-    return {f"{name}_{axis}": s for name, x in tensors.items() for axis, s in zip("bht", x.stride())}
-
-
 def _codes(options: Options, names: tuple[str, ...]) -> dict:
     return {name.upper(): rounding_code(getattr(options.precision, name)) for name in names}
 
@@ -390,7 +386,7 @@ def forward_launch(
         "rk_ptr": lse if rk is None else rk,
         "out_gain": float(options.repair.out_gain),
         **_sizes(inputs, options),
-        **_strides(q=q, k=k, v=v, out=out),
+        **strides(q=q, k=k, v=v, out=out),
         **_codes(options, (*_FORWARD, "io")),
         "P_OPERAND": rounding_code(operand),
         "IO_PARTS": _parts(options.precision.io),
@@ -429,7 +425,7 @@ def backward_launches(
     delta = torch.empty_like(lse)
     tensors = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": do, "lse_ptr": lse, "delta_ptr": delta}
     sizes = _sizes(inputs, options)
-    strides = _strides(q=q, k=k, v=v, do=do)
+    common = strides(q=q, k=k, v=v, do=do)
     launches = []
 
     from_p = repair.delta == "p" or repair.delta_gain != 1
@@ -441,7 +437,7 @@ def backward_launches(
             "seed": sizes["seed"],
             "H": H,
             "T": Tq,
-            **_strides(o=o_delta, do=do),
+            **strides(o=o_delta, do=do),
             **_codes(options, ("delta_prod", "delta_sum")),
             "D": D,
             "ROWS": 64,
@@ -454,7 +450,7 @@ def backward_launches(
         arguments = {
             **tensors,
             **sizes,
-            **strides,
+            **common,
             **_codes(options, ("bwd_s", "bwd_p", "dp")),
             "gain": repair.delta_gain,
             "GAIN": repair.delta != "p",
@@ -484,8 +480,8 @@ def backward_launches(
     dq = torch.empty_like(q, dtype=dtype)
     arguments = {
         **shared,
-        **strides,
-        **_strides(dq=dq),
+        **common,
+        **strides(dq=dq),
         "dq_ptr": dq,
         "row_sum_ptr": torch.empty_like(lse) if options.residual else lse,
         "row_size_ptr": torch.empty_like(lse) if options.residual else lse,
@@ -501,8 +497,8 @@ def backward_launches(
     dk, dv = torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
     arguments = {
         **shared,
-        **strides,
-        **_strides(dk=dk, dv=dv),
+        **common,
+        **strides(dk=dk, dv=dv),
         "dk_ptr": dk,
         "dv_ptr": dv,
         "P_PARTS": _parts(p_operand),

@@ -90,9 +90,11 @@ def run(device: str, quick: bool, out: Path, wanted=PARTS) -> dict:
     }  # fmt: skip
     write(results, out)
 
+    patience = 1 if device == "cuda" else 4  # the interpreter's time is the machine's, not the kernels'
+
     def part(name: str, works: list[str]) -> None:
         began = time.monotonic()
-        seconds = min(LIMITS_S[name], BUDGET_S - (began - start))
+        seconds = min(patience * LIMITS_S[name], patience * BUDGET_S - (began - start))
         _run_children(works, seconds, device, quick, results)
         results["seconds"][name] = round(time.monotonic() - began, 1)
         write(results, out)

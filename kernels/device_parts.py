@@ -26,7 +26,8 @@ SETTINGS = {"healthy": HEALTHY, "carries": CARRIES, "uniform": UNIFORM}
 ALL_STATISTICS = {"sense": True, "entropy": True, "residual": True}
 GRADIENTS = ("out", "dq", "dk", "dv")
 TAU = 30.0
-GAIN = 64.0  # of delta's error, in the accelerated run
+GAIN = 64.0  # of delta's error, in the accelerated runs
+QUANTIZED = (16384, 8192)  # shape of what the timed quantizers take
 
 # setting: (options, peer, least and wanted speed over the peer's); "norm_switch" is made on the device.
 TIMED = {
@@ -305,9 +306,9 @@ def _time_attention(B: int, T: int, device, clock: Clock) -> Iterator[dict]:
 
 
 def _time_quantizers(dtype: torch.dtype, device, clock: Clock) -> Iterator[dict]:
-    x = torch.randn(16384, 8192, device=device, dtype=dtype)
+    x = torch.randn(QUANTIZED, device=device, dtype=dtype)
     y = torch.empty_like(x)
-    shape = f"16384 x 8192 {str(dtype).removeprefix('torch.')}"
+    shape = f"{QUANTIZED[0]} x {QUANTIZED[1]} {str(dtype).removeprefix('torch.')}"
     cases = [
         ("copy", partial(y.copy_, x), None, None),
         ("mxfp4", partial(quantize_mx, x), 0.7, 0.85),
@@ -371,16 +372,19 @@ class Attention:
         self.sensed, self.kept = [], []
 
 
+RESIDUAL = {
+    "sdpa": {"sdpa": True},
+    "healthy": {"residual": True},
+    "faulty": {"residual": True, "precision": UNIFORM},
+}
+ACCELERATED = {"precision": CARRIES, "repair": StreamRepair(delta_gain=GAIN)}
+
+
 def residual(device: torch.device, quick: bool, clock: Clock) -> Rows:
     """Rows of setting, step, loss (nat), residual_r (mean over layers and heads), max_logit."""
     size, steps, every = (TINY, 2, 1) if quick else (SMALL, 100, 10)
-    attentions = {
-        "sdpa": lambda: Attention(sdpa=True),
-        "healthy": lambda: Attention(residual=True),
-        "faulty": lambda: Attention(residual=True, precision=UNIFORM),
-    }
-    for setting, make in attentions.items():
-        trainer, attend = Trainer(size, device, lr=1e-3, warmup=100), make()
+    for setting, options in RESIDUAL.items():
+        trainer, attend = Trainer(size, device, lr=1e-3, warmup=100), Attention(**options)
         for step in range(steps):
             if clock.up(f"{setting}, step {step}"):
                 return
@@ -404,11 +408,10 @@ def residual(device: torch.device, quick: bool, clock: Clock) -> Rows:
 def training(device: torch.device, quick: bool, clock: Clock) -> Rows:
     """Rows of run, step, loss (nat), max_logit, sigma_q, guard_active; the two runs in turn, until time is up."""
     size, steps, every = (TINY, 2, 1) if quick else (SMALL, 20_000, 25)
-    repair = StreamRepair(delta_gain=GAIN)
     runs = {}
     for name in ("faulty", "guarded"):
         switch = torch.zeros(1, dtype=torch.int32, device=device)
-        attend = Attention(switch, precision=CARRIES, repair=repair)
+        attend = Attention(switch, **ACCELERATED)
         runs[name] = (Trainer(size, device, lr=1e-3, warmup=100), attend)
     for step in range(steps):
         if clock.up():

@@ -18,6 +18,11 @@ class Launch(NamedTuple):
         self.kernel[self.grid](**self.arguments, **self.options)
 
 
+def strides(**tensors: torch.Tensor) -> dict[str, int]:
+    """The strides of (B, H, T, D) tensors as a kernel names them: of x, x_b, x_h and x_t."""
+    return {f"{name}_{axis}": s for name, x in tensors.items() for axis, s in zip("bht", x.stride())}
+
+
 @functools.cache
 def capability_of(device: torch.device) -> int:
     """90 for compute capability 9.0, and for a CPU, where the interpreter does not care."""

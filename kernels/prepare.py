@@ -7,6 +7,7 @@ on without the host knowing: while the switch is 0 its kernels read nothing but 
 import torch
 import triton
 import triton.language as tl
+from qkpipe_kernels.launch import Launch, strides
 from qkpipe_kernels.rounding import cast_to, round_to, rounding_code
 
 from qkpipe.numerics.precision import Rounding
@@ -104,17 +105,37 @@ def inverse_rms(x: torch.Tensor, switch: torch.Tensor) -> torch.Tensor:
 
 def _launch(x, y, inverse, switch, rounding, point, seed, write):
     B, H, T, D = x.shape
-    prepare_rows[(B * H, triton.cdiv(T, _ROWS))](
-        x, y, x if inverse is None else inverse, x if switch is None else switch, seed, H, T,
-        *x.stride()[:3], *y.stride()[:3],
-        ROUNDING=rounding_code(rounding), POINT=point, NORM=switch is not None, WRITE=write, D=D, ROWS=_ROWS,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    arguments = {
+        "x_ptr": x,
+        "y_ptr": y,
+        "inverse_ptr": x if inverse is None else inverse,
+        "switch_ptr": x if switch is None else switch,
+        "seed": seed,
+        "H": H,
+        "T": T,
+        **strides(x=x, y=y),
+        "ROUNDING": rounding_code(rounding),
+        "POINT": point,
+        "NORM": switch is not None,
+        "WRITE": write,
+        "D": D,
+        "ROWS": _ROWS,
+    }
+    Launch(prepare_rows, (B * H, triton.cdiv(T, _ROWS)), arguments, {"enable_fp_fusion": False}).run()
 
 
 def norm_backward_(g: torch.Tensor, x: torch.Tensor, inverse: torch.Tensor, switch: torch.Tensor) -> None:
     """Take the gradient g of the normalised x to that of x, in place, where the switch is on."""
     B, H, T, D = x.shape
-    norm_backward[(B * H, triton.cdiv(T, _ROWS))](
-        x, g, inverse, switch, H, T, *x.stride()[:3], *g.stride()[:3], D=D, ROWS=_ROWS, enable_fp_fusion=False
-    )  # fmt: skip
+    arguments = {
+        "x_ptr": x,
+        "g_ptr": g,
+        "inverse_ptr": inverse,
+        "switch_ptr": switch,
+        "H": H,
+        "T": T,
+        **strides(x=x, g=g),
+        "D": D,
+        "ROWS": _ROWS,
+    }
+    Launch(norm_backward, (B * H, triton.cdiv(T, _ROWS)), arguments, {"enable_fp_fusion": False}).run()

@@ -39,7 +39,9 @@ def results(passed=True, **changes):
             {"setting": setting, "step": step, "loss": 5.0, "residual_r": 1e-3, "max_logit": 2.0}
             for setting in ("sdpa", "faulty") for step in (9, 19)
         ],
-        "training": [{"run": "guarded", "step": 24, "loss": float("nan"), "max_logit": 31.0, "sigma_q": 4.0, "guard_active": True}],
+        "training": [
+            {"run": "guarded", "step": 24, "loss": float("nan"), "max_logit": 31.0, "sigma_q": 4.0, "guard_active": True}
+        ],
         "left_out": [],
         "failed": [],
         "seconds": {"checks": 20.0, "benchmarks": 30.0},

@@ -1,12 +1,19 @@
 #!/usr/bin/env bash
 # The kernel tests on the oldest and the newest supported Triton, each in an environment of its own, which is laid over
-# .venv: only triton (and, beside 3.6, an older numpy) is installed in it. Arguments go to pytest.
+# .venv: only triton (and, beside 3.6, an older numpy) is installed in it. --newest: there alone. Other arguments go to
+# pytest, after the folder (or, if they name some, files) of tests.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 base=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 status=0
 # Triton 3.6's interpreter turns one-element arrays into sizes, which numpy refuses from 2.4 on.
-for wanted in '36 triton==3.6.* numpy<2.4' '39 triton==3.9.*'; do
+supported=('36 triton==3.6.* numpy<2.4' '39 triton==3.9.*')
+if [ "${1:-}" = --newest ]; then
+  supported=("${supported[-1]}")
+  shift
+fi
+case "$*" in *tests/kernels*) tests=() ;; *) tests=(tests/kernels) ;; esac
+for wanted in "${supported[@]}"; do
   read -r name packages <<<"$wanted"
   env=.venv-triton$name
   if [ ! -e "$env/.installed" ]; then
@@ -19,6 +26,6 @@ for wanted in '36 triton==3.6.* numpy<2.4' '39 triton==3.9.*'; do
     touch "$env/.installed"
   fi
   echo "== Triton $("$env/bin/python" -c 'import triton; print(triton.__version__)')"
-  OMP_NUM_THREADS=1 "$env/bin/python" -m pytest tests/kernels "$@" || status=1
+  OMP_NUM_THREADS=1 "$env/bin/python" -m pytest "${tests[@]}" "$@" || status=1
 done
 exit $status

@@ -6,6 +6,7 @@ Runs in a process of its own without TRITON_INTERPRET (under the interpreter the
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -115,9 +116,10 @@ def launches(case: str, D: int, capability: int) -> list:
         x, codes, scales = torch.empty(64, 1024), torch.empty(64, 512).byte(), torch.empty(64, 32).byte()
         found = [gemm_launch(codes, scales, codes, scales, capability)]
         for rounding in ("even", "stochastic"):
-            found.append(
-                quantize_launch(x, "mxfp4", -1, "floor", rounding, 0, 0, values=x, gain=2.0, error=x)
-            )
+            for fmt in ("mxfp4", "nvfp4"):
+                found.append(
+                    quantize_launch(x, fmt, -1, "floor", rounding, 0, 0, values=x, gain=2.0, error=x)
+                )
         found.append(quantize_launch(x.mT.contiguous(), "mxfp4", 0, "rceil", "even", 0, 0, codes=codes, scales=scales,
                                      pack=True))  # fmt: skip
         return found
@@ -130,13 +132,69 @@ def launches(case: str, D: int, capability: int) -> list:
         "uniform-tile512": {"precision": uniform(7), "tile": 512},
         "stochastic": {"precision": uniform(7, mode="stochastic")},
         "repairs": {"precision": uniform(7), "repair": StreamRepair("p", "exact", True)},
+        "tile24-tied": {"precision": uniform(7), "tile": 24, "repair": StreamRepair(tied_max_beta=4.0)},
+        "out-gain": {"precision": uniform(7), "repair": StreamRepair(out_gain=4.0)},
         "exact": {"precision": StreamPrecision.carries(7), "operands": "exact"},
         "fp32": {"precision": StreamPrecision(), "operands": "exact"},
     }
     return attention_launches(D, capability, **arguments[case])
 
 
+def launches_of_the_device_check(work: str) -> list:
+    """What a part of the device check would launch on a GPU of capability 9.0, each program once.
+
+    Nothing runs: launches are written down instead, and references, which only the results need, are zeros.
+    """
+    from qkpipe_kernels import device_parts as parts
+    from qkpipe_kernels.launch import Launch
+
+    from qkpipe.numerics import dispatch, streaming
+
+    found = {}
+
+    def write_down(launch):
+        source = source_of(launch)
+        found.setdefault((launch.kernel.__name__, source.hash(), str(launch.options)), launch)
+
+    def zeros(q, k, v, *_, **__):
+        return tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, q, k, v))
+
+    Launch.run = write_down
+    parts._plain = zeros
+    parts._float64 = lambda q, k, v, *_: (zeros(q, k, v), torch.zeros(q.shape[:2]), torch.zeros(q.shape[:2]))
+    cpu, clock = torch.device("cpu"), parts.Clock(math.inf)
+    if work == "gpt2":
+        settings = [o for o in parts.RESIDUAL.values() if "sdpa" not in o]
+        settings = [parts.Attention(**options) for options in settings]
+        settings.append(parts.Attention(torch.zeros(1, dtype=torch.int32), **parts.ACCELERATED))
+        for attend in settings:
+            qkv = torch.empty(8, 1024, 3, 12, 64, dtype=torch.bfloat16, requires_grad=True)
+            out = attend(*(qkv[:, :, i].transpose(1, 2) for i in range(3)))
+            out.transpose(1, 2).reshape(8, 1024, -1).backward(torch.empty(8, 1024, 768, dtype=torch.bfloat16))
+        # The statistics of SDPA, as `attention_stats` calls for them.
+        q = torch.empty(8, 12, 1024, 64)
+        call = streaming.Call(
+            True, 0.125, 1024, parts.StreamPrecision(), parts.StreamRepair(lse="exact"), 0, True, True
+        )
+        _, _, lse = dispatch.forward(q, q, q, call, None)
+        dispatch.backward(q, q, q, q, lse, q, call, None)
+    elif work == "quantizers":
+        parts.QUANTIZED = (256, 8192)
+        parts._timed = lambda work: {"p50": [1.0, work()][0]}
+        for dtype in (torch.float32, torch.bfloat16):
+            for _ in parts._time_quantizers(dtype, cpu, clock):
+                pass
+    else:
+        for _ in parts.WORKS[work](cpu, False, clock):
+            pass
+    return list(found.values())
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "device":
+        found = launches_of_the_device_check(sys.argv[2])
+        print(json.dumps([compile_for(launch, 90) for launch in found]))
+        sys.exit()
     case, capability, *head_dims = sys.argv[1:]
     print(json.dumps([
         compile_for(launch, int(capability)) for D in head_dims for launch in launches(case, int(D), int(capability))

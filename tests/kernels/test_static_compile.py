@@ -15,6 +15,8 @@ pytest.importorskip(
     "triton", reason="triton is not installed: make kernels-test runs these under 3.6 and 3.9"
 )
 
+from qkpipe_kernels import device_check
+
 CASES = [
     "healthy",
     "healthy-norm",
@@ -23,6 +25,8 @@ CASES = [
     "uniform-tile512",
     "stochastic",
     "repairs",
+    "tile24-tied",
+    "out-gain",
     "exact",
     "fp32",
     "mx",
@@ -39,8 +43,20 @@ SPILLS = {("stochastic", 100), ("exact", 80)}
 def test_compiles_without_spilling(request, case, capability):
     if (case, capability) in SPILLS:
         request.applymarker(pytest.mark.xfail(reason="the forward spills a little", strict=False))
-    rows = compiled(case, capability, (64, 128))
+    rows = compiled(case, capability, (16, 32, 64, 128))
     check(rows, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "work", [*device_check.CHECKS, "quantizers", "gpt2"], ids=lambda work: work.replace(" ", "-")
+)
+def test_every_program_of_the_device_check_compiles(work):
+    rows = compiled("device", work)
+    assert rows
+    for row in rows:
+        assert row["stack"] == 0, f"spills: {row}"
+        assert row["shared"] <= row["shared_limit"], row
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -54,9 +70,10 @@ def test_the_mxfp4_product_is_native_on_blackwell():
     assert rows[0]["mxf4"] > 0, rows[0]
 
 
-def compiled(case, capability, head_dims):
+def compiled(case, what, head_dims=()):
+    """What: a capability, or for "device" a part of the device check."""
     script = Path(__file__).with_name("static_compile.py")
-    command = [sys.executable, str(script), case, str(capability), *map(str, head_dims)]
+    command = [sys.executable, str(script), case, str(what), *map(str, head_dims)]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

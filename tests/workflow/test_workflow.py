@@ -46,7 +46,8 @@ def test_a_run_of_an_unknown_arm_is_refused(tmp_path):
         ("scale=huge", ["study.yaml", "'huge'", "tiny"]),
         ("seeds=3", ["seeds=3", "seeds=[0,1,2]"]),
         ("seeds=[a]", ["'a'", "seeds=[0,1,2]"]),
-        ("sedes=[1]", ["sedes", "scale, seeds, study"]),
+        ("sedes=[1]", ["sedes", "device_check, scale, seeds, study"]),
+        ("device_check=nowhere.json", ["device_check=nowhere.json", "no such file", "make device-check"]),
         ("study=nowhere", ["nowhere", "no such file"]),
     ],
 )
@@ -71,6 +72,14 @@ def test_every_run_file_can_be_asked_for_by_name(tmp_path):
     files = StudyPaths("tiny").run("fp32", 77).outputs
     process = run_snakemake(tmp_path, "-n", *files, "--config", f"study={TINY}")
     assert job_counts(process) == {"data": 1, "train": 1}
+
+
+def test_tables_of_the_device_check_are_those_of_the_code():
+    from qkpipe.bench.device import TABLES
+
+    text = (ROOT / "rules" / "common.smk").read_text()
+    declared = re.search(r"DEVICE_TABLES = .*?for name in (\(.*?\))", text, re.DOTALL)
+    assert eval(declared[1]) == tuple(TABLES)
 
 
 def test_figures_read_what_the_rules_say():
