@@ -201,7 +201,7 @@ def test_matched_norms_are_logged_and_resampled_errors_had_shrunk(tmp_path):
         json.loads(e["detail"]) for e in trainer.writer.tables["events"] if e["kind"] == "update_matched"
     ]
     assert len(details) == 6
-    assert all(0 < detail["update_norm"] for detail in details)
+    assert all(detail["update_norm"] > 0 for detail in details)
     assert details[-1]["reference_norm"] != pytest.approx(details[-1]["update_norm"], rel=1e-3)
 
 

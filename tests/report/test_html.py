@@ -1,4 +1,5 @@
 import re
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -136,7 +137,7 @@ def test_queries_shown_answer_from_the_database(copied):
     queries = re.findall(r"<pre>(SELECT .*?)</pre>", text) + re.findall(
         r"(?:duckdb|qkpipe query).*&#34;|\"(SELECT .*)\"", text
     )
-    shown = [query for query in queries if query]
+    shown = [unescape(query) for query in queries if query]
     assert len(shown) >= 7
     for query in shown:
         assert database.query(path, query).num_columns > 0
