@@ -28,7 +28,7 @@ def test_same_contract_as_the_reference(D, tile, repair, by_kernels):
     q, do = (torch.randint(-2, 3, (1, 2, 21, D), generator=generator).float() for _ in range(2))
     k, v = (torch.randint(-2, 3, (1, 1, 21, D), generator=generator).float() for _ in range(2))
     call = streaming.Call(True, 0.25, tile, StreamPrecision.uniform(2), repair, 3, True)
-    assert dispatch.takes(q, call.precision) == by_kernels
+    assert dispatch.takes(q, call) == by_kernels
     ours, plain = streaming._empty_stats(q), streaming._empty_stats(q)
     out, o_delta, lse = dispatch.forward(q, k, v, call, ours)
     expected = streaming.forward_reference(q, k, v, call, plain)
@@ -41,9 +41,15 @@ def test_same_contract_as_the_reference(D, tile, repair, by_kernels):
     assert torch.equal(ours.tied_fallbacks, plain.tied_fallbacks)
 
 
-def test_amplified_rounding_and_merged_blocks_are_left_to_the_reference():
+@pytest.mark.parametrize("beyond", ["gain", "block", "softcap"])
+def test_what_the_kernels_lack_is_left_to_the_reference(beyond):
+    precision = StreamPrecision.uniform(2)
+    call = streaming.Call(True, 0.25, 16, precision, StreamRepair(), 0, True)
     q = torch.zeros(1, 1, 16, 16)
-    amplified = StreamPrecision.uniform(2)
-    amplified = replace(amplified, acc=replace(amplified.acc, gain=4.0))
-    assert not dispatch.takes(q, amplified)
-    assert not dispatch.takes(q, StreamPrecision.uniform(2), block=16)
+    assert dispatch.takes(q, call)
+    changes = {
+        "gain": {"precision": replace(precision, acc=replace(precision.acc, gain=4.0))},
+        "block": {"block": 16},
+        "softcap": {"softcap": 50.0},
+    }
+    assert not dispatch.takes(q, call._replace(**changes[beyond]))
