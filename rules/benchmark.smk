@@ -1,11 +1,6 @@
 # How fast it is here, and what a GPU showed.
 
 
-# Where the result file of `make device-check` is: results/device_check.json, or --config device_check=FILE.
-def device_check():
-    return [DEVICE_CHECK] if DEVICE_CHECK.exists() else []
-
-
 # Not part of any study target: ask for it by `make bench`, on a machine at rest.
 rule benchmark:
     input:

@@ -69,6 +69,11 @@ def tabled_records(wildcards):
     return list(dict.fromkeys([*records(asked_targets()), *finished]))
 
 
+# Where the result file of `make device-check` is: results/device_check.json, or --config device_check=FILE.
+def device_check():
+    return [DEVICE_CHECK] if DEVICE_CHECK.exists() else []
+
+
 def corpus_of(dataset):
     return STUDY.config.corpora[DATASETS[dataset][0]]
 

@@ -1,5 +1,6 @@
 """The command line says what is wrong in one line, and does nothing then."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -169,9 +170,11 @@ def test_status_tells_states_apart(qkpipe, tmp_path):
     import fcntl
 
     run, paths = load_study(TINY).resolve("faulty", 1), StudyPaths("tiny", tmp_path)
-    lock = paths.scratch(run.run_id).lock
+    scratch = paths.scratch(run.run_id)
+    lock = scratch.lock
     lock.parent.mkdir(parents=True)
     lock.touch()
+    scratch.identity.write_text(json.dumps({"scale": "tiny", "arm": "faulty", "seed": 1}))
     asked = ("--config", TINY, "--root", tmp_path, "status")
     assert qkpipe(*asked)[1].splitlines() == [
         "unfinished  faulty/seed=1",

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from conftest import ROOT
+from project import ROOT
 from qkpipe.analysis import runs, signals
 from qkpipe.paths import StudyPaths
 from qkpipe.store.parquet import read_table

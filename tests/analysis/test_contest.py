@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -14,9 +15,9 @@ def test_the_threshold_is_the_order_statistic_of_a_tenth():
 
 
 def test_auc_counts_ties_half():
-    frame = pd.DataFrame({"kind": ["doomed", "doomed", "healthy", "healthy"], "score": [2.0, 1.0, 1.0, 0.0]})
-    assert contest.auc(frame, "score") == pytest.approx((2 + 1.5) / 4)
-    assert math.isnan(contest.auc(frame[:2], "score"))
+    score, doomed = np.array([2.0, 1.0, 1.0, 0.0]), np.array([True, True, False, False])
+    assert contest.auc(score, doomed) == pytest.approx((2 + 1.5) / 4)
+    assert math.isnan(contest.auc(score[:2], doomed[:2]))
 
 
 @pytest.fixture

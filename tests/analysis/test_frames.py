@@ -44,14 +44,14 @@ def test_bootstrap_resamples_seeds_not_runs():
     frame = pd.DataFrame({"seed": [1, 1, 2, 2, 3, 3], "x": [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]})
     means = set()
 
-    def mean(drawn):
-        means.add(round(float(drawn["x"].mean()), 9))
-        return float(drawn["x"].mean())
+    def mean(rows):
+        means.add(round(float(frame["x"].iloc[rows].mean()), 9))
+        return float(frame["x"].iloc[rows].mean())
 
-    low, high = frames.bootstrap(frame, mean)
+    low, high = frames.bootstrap(frame["seed"], mean)
     assert low < 0.34 and high > 1.66
     assert means <= {round(k / 3, 9) for k in range(7)}
-    assert np.isnan(frames.bootstrap(frame[frame["seed"] < 3], mean)).all()
+    assert np.isnan(frames.bootstrap(frame.loc[frame["seed"] < 3, "seed"], mean)).all()
 
 
 def test_log_ratio_pairs_by_seed_and_knows_no_other():

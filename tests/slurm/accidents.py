@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from conftest import ROOT, snakemake_command
+from project import ROOT, snakemake_command
 from qkpipe.config import load_study
 from qkpipe.data.shards import prepare
 from qkpipe.paths import RUN_TABLES, StudyPaths

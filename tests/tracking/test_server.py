@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+from project import ROOT
 from qkpipe.config import RunKey
 from qkpipe.paths import StudyPaths
 from qkpipe.store import mlflow_mirror

@@ -9,7 +9,7 @@ import sys
 import duckdb
 import pytest
 
-from conftest import ROOT, run_snakemake
+from project import ROOT, run_snakemake
 from qkpipe.analysis import runs
 from qkpipe.config import RunKey
 from qkpipe.paths import StudyPaths

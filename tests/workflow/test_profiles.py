@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from conftest import ROOT, run_snakemake
+from project import ROOT, run_snakemake
 from workflow.test_workflow import TINY, job_counts
 
 
@@ -35,7 +35,12 @@ def test_every_step_after_training_is_in_the_clusters_group():
     for rule in rules:
         if "localrule: True" not in rule:
             named = re.search(r'^ *name: "(\w+)"', rule, re.MULTILINE)
-            names.add(named[1] if named else re.match(r"\w+", rule)[0])
+            if not rule.startswith(":"):
+                names.add(named[1] if named else re.match(r"\w+", rule)[0])
+    analyses = re.search(
+        r"^ANALYSES = {(.*?)^}", (ROOT / "rules" / "common.smk").read_text(), re.MULTILINE | re.DOTALL
+    )
+    names |= {f"analyse_{name}" for name in re.findall(r'^ +"(\w+)":', analyses[1], re.MULTILINE)}
     assert set(profile("slurm")["groups"]) == {f"{name}=tables" for name in names}
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT, run_snakemake
+from project import ROOT, run_snakemake
 from qkpipe.config import load_study
 
 TINY = ROOT / "tests" / "tiny"
@@ -104,11 +104,15 @@ def test_make_targets_of_the_readme_exist():
         assert done.returncode == 0, done.stderr
 
 
-def fenced(language):
-    blocks = re.findall(
+def blocks(language):
+    return re.findall(
         rf"^```{language}\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
     )
-    return [line for block in blocks for line in block.splitlines() if line and not line.startswith("#")]
+
+
+def fenced(language):
+    lines = [line for block in blocks(language) for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def test_snakemake_commands_of_the_readme_plan(tmp_path):
@@ -134,14 +138,20 @@ def test_qkpipe_commands_of_the_readme_parse(monkeypatch):
         assert _parser(args).parse_args(args).run
 
 
-def test_the_arm_of_the_readme_is_a_valid_one(tmp_path):
+def test_the_arm_and_the_corpora_of_the_readme_are_valid(tmp_path):
     import shutil
 
-    text = "\n".join(fenced("yaml"))
+    import yaml
+
+    text, corpora = blocks("yaml")
     folder = tmp_path / "config"
     shutil.copytree(ROOT / "workflow" / "config", folder)
     with (folder / "arms.yaml").open("a") as arms:
         arms.write(f"\n{text}\n")
+    config = yaml.safe_load((folder / "study.yaml").read_text())
+    for key, more in yaml.safe_load(corpora).items():
+        config[key] |= more
+    (folder / "study.yaml").write_text(yaml.safe_dump(config))
     study = load_study(folder)
     assert study.resolve(text.partition(":")[0], 0).interventions
 

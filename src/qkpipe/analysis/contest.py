@@ -15,6 +15,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 from scipy.stats import rankdata
@@ -203,28 +204,30 @@ def _row(monitor: str, runs: pd.DataFrame) -> dict[str, Any]:
     leads = fallen.assign(lead=fallen["lead_steps"].where(in_time, 0.0).astype(float))
     row["lead_median"] = leads["lead"].median()
     row["lead_min"] = leads["lead"].min()
-    row["lead_low"], row["lead_high"] = bootstrap(leads, lambda d: d["lead"].median())
+    lead = leads["lead"].to_numpy()
+    row["lead_low"], row["lead_high"] = bootstrap(leads["seed"], lambda rows: np.median(lead[rows]))
     for area, column, others in (
         ("auc", "score", calm),
         ("auc_early", "score_early", calm),
         ("auc_stressor", "score", hot),
     ):
-        both = pd.concat([fallen, others])
-        row[f"{area}_value"] = auc(both, column)
+        both = pd.concat([fallen, others]).dropna(subset=[column])
+        score, doomed = both[column].to_numpy(float), (both["kind"] == "doomed").to_numpy()
+        row[f"{area}_value"] = auc(score, doomed)
         if not math.isnan(row[f"{area}_value"]):
-            row[f"{area}_low"], row[f"{area}_high"] = bootstrap(both, lambda d, c=column: auc(d, c))
+            row[f"{area}_low"], row[f"{area}_high"] = bootstrap(
+                both["seed"], lambda rows, s=score, d=doomed: auc(s[rows], d[rows])
+            )
     return row
 
 
-def auc(runs: pd.DataFrame, column: str) -> float:
+def auc(score: np.ndarray, doomed: np.ndarray) -> float:
     """Chance that a doomed run's score is above another's, ties counting half; NaN without either."""
-    known = runs.dropna(subset=[column])
-    fallen = (known["kind"] == "doomed").to_numpy()
-    n, m = int(fallen.sum()), int((~fallen).sum())
+    n, m = int(doomed.sum()), int((~doomed).sum())
     if not n or not m:
         return math.nan
-    ranks = rankdata(known[column].to_numpy(float))
-    return float((ranks[fallen].sum() - n * (n + 1) / 2) / (n * m))
+    ranks = rankdata(score)
+    return float((ranks[doomed].sum() - n * (n + 1) / 2) / (n * m))
 
 
 def roc(scored: pd.DataFrame) -> list[dict[str, Any]]:

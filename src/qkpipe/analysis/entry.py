@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +116,11 @@ def compare_predictors(found: pd.DataFrame) -> list[dict[str, Any]]:
             complete = own.dropna(subset=[*known, outcome])
             if complete["arm"].nunique() < 3:
                 continue
+            y = complete[outcome].to_numpy(float)
             for predictor in known:
+                x = complete[predictor].to_numpy(float)
                 low, high = bootstrap(
-                    complete, lambda d, p=predictor, o=outcome: rank_correlation(d[p], d[o])
+                    complete["seed"], lambda rows, x=x, y=y: rank_correlation(x[rows], y[rows])
                 )
                 rows.append(
                     {
@@ -127,7 +130,7 @@ def compare_predictors(found: pd.DataFrame) -> list[dict[str, Any]]:
                         "seed_roles": ", ".join(sorted(set(complete["seed_role"]))),
                         "n": len(complete),
                         "arms": complete["arm"].nunique(),
-                        "rank_correlation": rank_correlation(complete[predictor], complete[outcome]),
+                        "rank_correlation": rank_correlation(x, y),
                         "low": low,
                         "high": high,
                     }
@@ -135,8 +138,8 @@ def compare_predictors(found: pd.DataFrame) -> list[dict[str, Any]]:
     return rows
 
 
-def rank_correlation(x: pd.Series, y: pd.Series) -> float:
+def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
     """Spearman's; NaN where either does not vary."""
-    ranks = [rankdata(values.to_numpy(float)) for values in (x, y)]
-    varies = all(rank.std() > 0 for rank in ranks)
-    return float(np.corrcoef(*ranks)[0, 1]) if varies else np.nan
+    x, y = (rankdata(values) - (len(values) + 1) / 2 for values in (x, y))
+    size = math.sqrt((x @ x) * (y @ y))
+    return float(x @ y / size) if size > 0 else math.nan

@@ -126,21 +126,23 @@ def spread_columns(*names: str) -> list[tuple[str, pa.DataType]]:
 
 
 def bootstrap(
-    frame: pd.DataFrame, statistic: Callable[[pd.DataFrame], float], cluster: str = "seed", draws: int = DRAWS
+    clusters: pd.Series, statistic: Callable[[np.ndarray], float], draws: int = DRAWS
 ) -> tuple[float, float]:
-    """Percentile interval (95%) of a statistic, by resampling whole clusters (a seed's runs go together).
+    """Percentile interval (95%) of a statistic of rows, by resampling whole clusters (a seed's runs go together).
 
-    NaN where there are fewer than three clusters, or where most draws have no value. Draws are seeded: equal data give equal
-    intervals.
+    ``clusters`` says which one each row is in; ``statistic`` is given the places of the drawn rows, not the rows: copying a frame
+    for each draw would cost more than the statistic. NaN where there are fewer than three clusters, or where most draws have no
+    value. Draws are seeded: equal data give equal intervals.
     """
-    members = list(frame.groupby(cluster, sort=True).indices.values())
+    places = pd.Series(np.arange(len(clusters)))
+    members = list(places.groupby(clusters.to_numpy(), sort=True).indices.values())
     if len(members) < 3:
         return np.nan, np.nan
     generator = np.random.default_rng(0)
     values = []
     for _ in range(draws):
         chosen = generator.integers(len(members), size=len(members))
-        values.append(statistic(frame.iloc[np.concatenate([members[i] for i in chosen])]))
+        values.append(statistic(np.concatenate([members[i] for i in chosen])))
     known = np.asarray(values, dtype=float)
     known = known[np.isfinite(known)]
     if len(known) < draws / 2:

@@ -11,8 +11,8 @@ from qkpipe.config.load import Study
 
 
 def effective_config(study: Study) -> dict[str, Any]:
-    """Roles, targets, every runnable arm as resolved, with its config hash (seeds are no part of it), and the cells that are named
-    and not run.
+    """Roles, targets, every runnable arm as resolved, with its config hash (seeds are no part of it), and the cells that are
+    named and not run.
     """
     arms = {}
     for name in study.runnable:

@@ -25,6 +25,7 @@ from qkpipe.guard.latch import (
     STEP,
     Firing,
     Latch,
+    fp32_at_most,
     read_firing,
 )
 from qkpipe.guard.loggers import Log
@@ -111,9 +112,10 @@ class QKGuard:
                 "call torch's scaled_dot_product_attention, FlexAttention or Hugging Face's attention interface"
             )
         self._model = model
-        self.latch = Latch(latch, self.threshold, mode == "act", release, hand_over, len(places))
+        release = None if release is None else fp32_at_most(release)
+        self.latch = Latch(latch, fp32_at_most(threshold), mode == "act", release, hand_over, len(places))
         self.wants_raw = release is not None
-        self.enough = self.threshold if release is None else release
+        self.enough = self.latch.threshold if release is None else release
         """A bound at or below this needs no exact maximum."""
         names = {module: name for name, module in model.named_modules()}
         self._names = [names[place] for place in places]
@@ -351,7 +353,7 @@ class QKGuard:
         if self.lazy and not self._on_device:
             self._last = None
             quiet = self.acting == "no" and int(state[HEADER:].amax()) == 0
-            if quiet and all(bool((site.peak <= self.threshold).all()) for site in dirty):
+            if quiet and all(bool((site.peak <= self.latch.threshold).all()) for site in dirty):
                 state[STEP] += 1
                 self._finish(dirty, quiet=True)
                 return

@@ -21,6 +21,16 @@ for every unit (past the threshold), then a level for every unit (how far normal
 FULL = 1 << 20
 
 
+def fp32_at_most(limit: float) -> float:
+    """The largest fp32 number that is no larger than ``limit``: an fp32 logit passes the one where it passes the other. torch
+    would round ``limit`` to the nearest.
+    """
+    nearest = torch.tensor(limit, dtype=torch.float32)
+    if float(nearest) > limit:
+        nearest = torch.nextafter(nearest, torch.tensor(-torch.inf))
+    return float(nearest)
+
+
 @dataclass(frozen=True)
 class Firing:
     """Which head crossed the threshold: ``step`` counts training steps from 0, ``logit`` is after the scale."""

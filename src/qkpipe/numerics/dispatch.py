@@ -1,10 +1,10 @@
 """The Triton kernels behind the interfaces of `qkpipe.numerics.streaming` and `qkpipe.numerics.mx`, for tensors on a GPU.
 
 Matrix products take their operands as they are ("exact"), so that a call means the same on a CPU and on a GPU;
-sums are in fp32 and exp is the hardware's (`qkpipe_kernels.attention`). What the kernels do not offer (a head
-dimension other than 16, 32, 64, 128; gains but delta's and the output's; merged blocks; a soft-cap; a format's blocks of another size than
-its own), and any call where triton is not installed, takes the plain reference, which runs anywhere, slowly. Formats
-give the reference's bits.
+sums are in fp32 and exp is the hardware's (`qkpipe_kernels.attention`). What the kernels do not offer takes the
+plain reference, which runs anywhere, slowly: a head dimension other than 16, 32, 64, 128; gains but delta's and the
+output's; merged blocks; a soft-cap; blocks of another size than a format's own; and any call where triton is not
+installed. Formats give the reference's bits.
 """
 
 from __future__ import annotations

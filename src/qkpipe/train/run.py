@@ -55,7 +55,6 @@ def train_run(run: RunConfig, paths: StudyPaths, *, progress: bool | None = None
         raise BadInput(f"{run.arm}: train.device: 'cuda' is not available here; allowed: cpu")
     target, scratch = paths.run(run.arm, run.seed), paths.scratch(run.run_id)
     scratch.folder.mkdir(parents=True, exist_ok=True)
-    _write_json(scratch.identity, {"scale": run.scale, "arm": run.arm, "seed": run.seed})
     lock = FileLock(scratch.lock)
     try:
         held = lock.acquire(timeout=LOCK_WAIT_S)
@@ -70,6 +69,7 @@ def train_run(run: RunConfig, paths: StudyPaths, *, progress: bool | None = None
             tokens = open_tokens(paths.data(run.corpus_name, run.tokenizer_name), run.model.context)
             _check_vocabulary(run, tokens)
             _move_aside(paths, run)
+            _write_json(scratch.identity, {"scale": run.scale, "arm": run.arm, "seed": run.seed})
             _train(run, tokens, paths, progress=sys.stderr.isatty() if progress is None else progress)
     shutil.rmtree(scratch.folder, ignore_errors=True)
     return target.record
