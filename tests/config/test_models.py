@@ -101,6 +101,17 @@ def test_clean_attention_keeps_the_structure_and_drops_the_fault():
     assert faulty.clean() == AttentionConfig(kind="streaming", tile=4)
 
 
+def test_precisions_that_differ_have_labels_that_differ():
+    """Else a table by source would pool a repair with the fault it repairs."""
+    study = load_study()
+    by_label = {}
+    for arm in study.runnable:
+        precision = study.resolve(arm, 0).attention.precision
+        by_label.setdefault((precision.label(), precision.io), set()).add(precision.resolve())
+    assert len(by_label) > 20
+    assert [label for label, found in by_label.items() if len(found) > 1] == []
+
+
 def test_labels_say_what_a_run_is():
     labels = {arm: TINY.resolve(arm, 0).labels() for arm in TINY.runnable}
     assert labels["fp32"]["source"] == "none"

@@ -177,6 +177,10 @@ class RoundingConfig(Frozen):
     mode: RoundingMode = "even"
     gain: Gain = 1.0
 
+    def label(self) -> str:
+        mode = "" if self.mode == "even" else f"-{self.mode}"
+        return f"({self.bits}){mode}" + ("" if self.gain == 1 else f"x{self.gain:g}")
+
 
 class PrecisionConfig(Frozen):
     """Precision of the streaming recurrence: explicit mantissa bits, 23 = fp32, 7 = bf16.
@@ -227,17 +231,23 @@ class PrecisionConfig(Frozen):
         return StreamPrecision.from_dict(base)
 
     def label(self) -> str:
-        suffix = "" if self.mode == "even" else f"-{self.mode}"
-        suffix += "" if self.gain == 1 else f"x{self.gain:g}"
-        if self.quantities is not None:
-            return f"{'+'.join(sorted(self.quantities)) or 'io'}({self.uniform if self.quantities else self.io}){suffix}"
-        if self.uniform is not None:
-            return f"uniform({self.uniform}){suffix}"
-        if self.carries is not None:
-            return f"carries({self.carries}){suffix}"
-        if self.only:
-            return "+".join(sorted(self.only)) + suffix
-        return "fp32"
+        """Two precisions of one ``io`` that differ have two labels."""
+
+        def rounding(bits: int) -> str:
+            return RoundingConfig(bits=bits, mode=self.mode, gain=self.gain).label()
+
+        parts = []
+        if self.quantities:
+            parts = ["+".join(sorted(self.quantities)) + rounding(self.uniform)]
+        elif self.quantities is not None:
+            parts = [f"io({self.io})"]
+        elif self.uniform is not None:
+            parts = ["uniform" + rounding(self.uniform)]
+        elif self.carries is not None:
+            parts = ["carries" + rounding(self.carries)]
+        for quantity, value in sorted(self.only.items()):
+            parts.append(quantity + (rounding(value) if isinstance(value, int) else value.label()))
+        return ",".join(parts) or "fp32"
 
 
 class RepairConfig(Frozen):
