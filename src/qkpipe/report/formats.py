@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 NONE = "–"
@@ -39,9 +40,20 @@ def count(value: float | None) -> str:
     return NONE if value is None or math.isnan(value) else f"{value:,.0f}".replace(",", "\u202f")
 
 
+def spans(seeds: str) -> str:
+    """A list of seeds with each run of three or more neighbours as its ends: "20,21,22,100" as "20–22, 100"."""
+    numbers = sorted({int(seed) for seed in seeds.split(",") if seed.strip()})
+    parts = []
+    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        parts += [f"{run[0]}–{run[-1]}"] if len(run) > 2 else map(str, run)
+    return ", ".join(parts) or NONE
+
+
 FILTERS: dict[str, Callable[..., Any]] = {
     "number": number,
     "signed": signed,
     "factor": factor,
     "count": count,
+    "spans": spans,
 }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qkpipe.paths import StudyPaths
-from qkpipe.report.formats import NONE, count, number
+from qkpipe.report.formats import NONE, count, number, spans
 from qkpipe.store.parquet import read_table
 
 
@@ -75,7 +75,7 @@ def of(k: str, n: str, head: str) -> Column:
 
 COLLAPSED = share("collapsed", "n", "collapsed_low", "collapsed_high", "collapsed")
 SEEDS = Column(
-    "seeds", "seeds", lambda row: (row["seeds"], row["seed_roles"].replace("_", " ")), numeric=False
+    "seeds", "seeds", lambda row: (spans(row["seeds"]), row["seed_roles"].replace("_", " ")), numeric=False
 )
 
 
