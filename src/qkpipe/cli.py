@@ -16,10 +16,9 @@ from pathlib import Path
 from qkpipe.errors import BadInput
 
 ANALYSES = (
-    *("contrasts", "dissociation", "probe", "guard", "claims", "threshold", "regime"),
-    *("signals", "residual", "isolation", "generality", "entry", "loci", "sweep", "capping", "entropy"),
-    *("law", "contest", "survival", "sensitivity"),
-)
+    "contrasts", "dissociation", "probe", "guard", "claims", "threshold", "regime", "signals", "residual", "isolation",
+    "generality", "entry", "loci", "sweep", "capping", "entropy", "law", "contest", "survival", "sensitivity",
+)  # fmt: skip
 """Modules of :mod:`qkpipe.analysis` with ``build(paths, study)``; they read what ``qkpipe runs`` wrote."""
 
 

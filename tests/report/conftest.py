@@ -1,36 +1,18 @@
 import shutil
+from importlib import import_module
 
 import pytest
 
-from qkpipe.analysis import (
-    capping,
-    contest,
-    contrasts,
-    dissociation,
-    entropy,
-    entry,
-    generality,
-    guard,
-    isolation,
-    law,
-    loci,
-    probe,
-    residual,
-    sensitivity,
-    signals,
-    survival,
-    sweep,
-)
+from qkpipe import cli
 from qkpipe.paths import StudyPaths
 from qkpipe.report import figures
 from store.synthetic import synthetic
 
 __all__ = ["synthetic"]
 
-ANALYSES = (
-    *(contrasts, dissociation, probe, guard, signals, residual, isolation, generality, entry, loci, sweep),
-    *(capping, entropy, law, contest, survival, sensitivity),
-)
+DECLARED = {"claims", "threshold", "regime"}
+"""These judge declarations of a real study, which the synthetic one does not make."""
+ANALYSES = [import_module(f"qkpipe.analysis.{name}") for name in cli.ANALYSES if name not in DECLARED]
 
 
 @pytest.fixture(scope="session")

@@ -29,21 +29,9 @@ from qkpipe.report import (
 )
 
 _MODULES = (
-    *(
-        dissociation,
-        probe,
-        guard,
-        isolation,
-        generality,
-        entry,
-        probe_controls,
-        loci,
-        sweep,
-        capping,
-        entropy,
-    ),
-    *(residual, contest, survival, sensitivity),
-)
+    dissociation, probe, guard, isolation, generality, entry, probe_controls, loci, sweep, capping, entropy, residual,
+    contest, survival, sensitivity,
+)  # fmt: skip
 FIGURES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 
