@@ -2,6 +2,9 @@
 
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -243,3 +246,25 @@ class TestLogits:
         trainer = tiny_trainer(tmp_path, attention={"kind": "sdpa"})
         trainer.step()
         assert trainer.writer.tables["steps"][0]["max_logit"] is None
+
+
+A_RUN = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from tiny_training import FAULTY, equal_bits, tiny_trainer
+mechanisms = {{"interventions": [{{"kind": "guard", "threshold": 30.0}}], "probe": {{"kind": "causal", "action": "on_target"}}}}
+trainer = tiny_trainer(Path({folder!r}), attention=FAULTY, optimizer={{"name": {optimizer!r}}}, **mechanisms)
+for _ in range(2):
+    trainer.step()
+trainer.load_state_dict(trainer.state_dict())
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_run_does_not_load_the_compiler(tmp_path, optimizer):
+    """It would cost a run of seconds more than a second."""
+    tests = str(Path(__file__).resolve().parents[1])
+    program = A_RUN.format(tests=tests, folder=str(tmp_path), optimizer=optimizer)
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

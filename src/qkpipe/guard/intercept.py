@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias
 
 from qkpipe.errors import BadInput
 from qkpipe.guard.logits import Mask
@@ -175,6 +174,9 @@ def _is_flex(function: FunctionType) -> bool:
 
 
 def _sdpa(kernel: Callable) -> Callable:
+    # Not at the top: it imports torch's compiler, over a second that a training run need not wait.
+    from torch.nn.attention.bias import CausalBias
+
     # No functools.wraps: `__wrapped__` would make torch.compile look through to the kernel.
     def scaled_dot_product_attention(
         query: Tensor,
