@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from qkpipe.bench import benchmark, measure, operators, training
+from qkpipe.bench import benchmark, measure, operators, torchao_peer, training
 from qkpipe.config.load import DEFAULT_CONFIG, load_study
+from qkpipe.numerics import quantize_mx
 from qkpipe.paths import StudyPaths
 
 
@@ -28,6 +30,9 @@ def test_quick_benchmark(tmp_path, run):
     settings = set(table["setting"].to_pylist())
     assert {f"guard dormant, {name}" for name in training.GUARDS} <= settings
     assert paths.figure("benchmark", "png").stat().st_size > 1000
+    [ax] = benchmark.figure(paths).axes
+    names = {label.get_text() for label in ax.get_yticklabels()}
+    assert len(names) == len(ax.patches) == len(rows), "two peers of one operator are two bars"
 
 
 def test_a_wrong_result_is_not_timed(tmp_path, run, monkeypatch):
@@ -38,6 +43,13 @@ def test_a_wrong_result_is_not_timed(tmp_path, run, monkeypatch):
     wrong, step = benchmark.build(run, StudyPaths("micro", tmp_path), quick=True)
     assert not wrong["gate"] and "p20_ms" not in wrong and "ratio" not in wrong
     assert step["ratio"] == 0.5
+
+
+@pytest.mark.parametrize("fmt", torchao_peer.quantizers())
+def test_torchao_has_the_same_bits(fmt):
+    """Over twenty-four binades; at the ends of fp32's range torchao flushes what the specification keeps."""
+    x = torch.randn(64, 256) * 2.0 ** torch.randint(-12, 12, (64, 8)).repeat_interleave(32, dim=1)
+    assert torch.equal(torchao_peer.quantizers()[fmt](x), quantize_mx(x, fmt))
 
 
 def test_functions_take_turns():

@@ -89,6 +89,7 @@ def figure(paths: StudyPaths) -> Figure:
     fig, ax = plt.subplots(figsize=(7.5, 0.26 * len(table) + 0.8))
     colours = style.group_colours(table["operator"])
     names = table["operator"] + ": " + table["setting"]
+    names = names.where(~names.duplicated(keep=False), names + ", over " + table["peer"])
     if table["device"].nunique() > 1:
         names += ", " + table["device"]
     ax.barh(names, table["ratio"], color=[colours[operator] for operator in table["operator"]], height=0.6)

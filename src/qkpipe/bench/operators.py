@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from qkpipe.bench import torchao_peer
 from qkpipe.numerics import StreamPrecision, minifloat, mx, quantize_mx, round_minifloat, streaming
 from qkpipe.numerics.spectra import leading_triplets
 
@@ -41,13 +42,15 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _formats(rows: int) -> Iterator[Case]:
-    """Against the same definition in plain PyTorch operations, which is also the reference for the bits."""
+    """Against the same definition in plain PyTorch operations, and where it is installed torchao's: the bits of both are ours."""
     x = torch.randn(rows, 4 * rows)
     traffic = 2.0 * x.numel() * 4
 
-    def case(operator: str, setting: str, ours: Callable, plain: Callable) -> Case:
-        return Case(operator, f"{setting}, {rows}x{4 * rows}", "plain PyTorch operations", ours, plain,
-                    lambda: _same_bits(ours(), plain()), 0.0, traffic)  # fmt: skip
+    def case(
+        operator: str, setting: str, ours: Callable, theirs: Callable, peer: str = "plain PyTorch operations"
+    ) -> Case:
+        return Case(operator, f"{setting}, {rows}x{4 * rows}", peer, ours, theirs,
+                    lambda: _same_bits(ours(), theirs()), 0.0, traffic)  # fmt: skip
 
     yield case(
         "round_minifloat",
@@ -55,13 +58,19 @@ def _formats(rows: int) -> Iterator[Case]:
         lambda: round_minifloat(x, 7),
         lambda: minifloat._round_plain(x, 7, "even", 0, 0),
     )
+    torchao = torchao_peer.quantizers()
     for fmt in mx.FORMATS:
         block = 16 if fmt == "nvfp4" else 32
 
         def plain(fmt=fmt, block=block):
             return mx._quantize_plain(x, fmt, 1, block, "floor", "even", 0, 0)[0]
 
-        yield case("quantize_mx", fmt, lambda fmt=fmt, block=block: quantize_mx(x, fmt, block=block), plain)
+        def ours(fmt=fmt, block=block):
+            return quantize_mx(x, fmt, block=block)
+
+        yield case("quantize_mx", fmt, ours, plain)
+        if fmt in torchao:
+            yield case("quantize_mx", fmt, ours, lambda fmt=fmt: torchao[fmt](x), "torchao's emulation")
 
 
 def _attention(quick: bool) -> Iterator[Case]:
