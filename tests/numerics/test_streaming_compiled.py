@@ -99,6 +99,7 @@ def test_bits_of_the_reference(case):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_bits_of_the_reference_at_length(case):
