@@ -94,6 +94,7 @@ except BadInput as error:
 
 PATHS = StudyPaths(STUDY.scale)
 RESOURCES = STUDY.scale_config.resources
+RANKS = STUDY.scale_config.parallel.ranks
 RESOLVED = {arm: STUDY.resolve(arm, 0) for arm in STUDY.runnable}
 DATA = PATHS.data(STUDY.scale_config.corpus, STUDY.scale_config.tokenizer)
 # Folder of an arm's data, and the names of its corpus and tokenizer by that folder's name.

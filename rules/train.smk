@@ -21,12 +21,12 @@ rule train:
     params:
         config_hash=lambda wildcards: CONFIG_HASHES[wildcards.arm],
         schema=SCHEMA_VERSION,
-    threads: RESOURCES.cpus
-    resources:
-        mem_mb=RESOURCES.mem_mb,
+    threads: RESOURCES.cpus * RANKS
+    resources:  # of all ranks together: `qkpipe train` starts them on one node
+        mem_mb=RESOURCES.mem_mb * RANKS,
         runtime=RESOURCES.runtime_min,
-        cpus_per_task=RESOURCES.cpus,
-        **({"gpu": RESOURCES.gpus} if RESOURCES.gpus else {}),
+        cpus_per_task=RESOURCES.cpus * RANKS,
+        **({"gpu": RESOURCES.gpus * RANKS} if RESOURCES.gpus else {}),
     group:
         RUNS_GROUP
     message:

@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit status (2 for :class:`BadInput`, one line on stderr)."""
     argv = sys.argv[1:] if argv is None else list(argv)
     args = _parser(argv).parse_args(argv)
+    args.given = argv
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         return args.run(args) or 0
@@ -191,6 +192,9 @@ def _warm_up(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace) -> None:
     study, paths = _study(args)
     run = study.resolve(args.arm, args.seed)  # every mistake in the config is said before torch is imported
+    from qkpipe.train.launch import become_torchrun
+
+    become_torchrun(run, args.given)
     from qkpipe.train.run import train_run
 
     train_run(run, paths, progress=args.progress)

@@ -11,6 +11,7 @@ from qkpipe.faults.quantizer import Quantizer, QuantizerFormat
 from qkpipe.model.linear import Linear
 from qkpipe.model.routes import route_of
 from qkpipe.numerics import quantize_mx
+from qkpipe.train.distributed import ONE_RANK
 from tiny_training import equal_bits, step_gradients, tiny_run, tiny_trainer
 
 PLACEMENTS = ("post_reduction", "pre_reduction", "operand")
@@ -62,7 +63,8 @@ def test_operands_by_hand(gain):
     context = SimpleNamespace(
         model=layer,
         parameters=lambda routes: [("weight", layer.weight)],
-        run=SimpleNamespace(seed=0),
+        run=SimpleNamespace(seed=0, train=SimpleNamespace(accumulation=1)),
+        ranks=ONE_RANK,
         errors=SimpleNamespace(observe=lambda step, name, error: errors.append(error)),
     )
     hook = Quantizer(routes=("mlp",), placement="operand", gain=gain).build(context)

@@ -28,6 +28,11 @@ class Mechanism(Frozen):
     a new mechanism is one file there, nothing else changes. Such a file imports torch through :mod:`qkpipe.lazy`.
     """
 
+    @property
+    def sharded(self) -> bool:
+        """Whether it works where every rank holds a share of each weight and gradient (``parallel.kind: fsdp2``)."""
+        return False
+
     def label(self) -> str:
         """Short name for tables and figures."""
         return str(self.kind)  # type: ignore[attr-defined]

@@ -88,6 +88,7 @@ class Study:
             "corpus": self.config.corpora[corpus_name].model_dump(),
             "tokenizer_name": tokenizer_name,
             "tokenizer": self.config.tokenizers[tokenizer_name].model_dump(),
+            "parallel": scale.parallel.model_dump(),
         }
         run = _validated(RunConfig, arms_file, {k: v for k, v in merged.items() if v is not None}, prefix=arm)
         for mechanism in run.mechanisms:

@@ -325,7 +325,8 @@ class OptimizerConfig(Frozen):
 
 
 class TrainConfig(Frozen):
-    """Sizes of training. ``checkpoint_every`` alone has no influence on any result, and is not part of the run's identity."""
+    """Sizes of training. ``accumulation``: micro-batches of ``batch_size`` sequences a step, over all ranks (as nanoGPT counts
+    them). ``checkpoint_every`` alone has no influence on any result, and is not part of the run's identity."""
 
     steps: Annotated[int, Field(ge=1)] = 600
     batch_size: Annotated[int, Field(ge=1)] = 8
@@ -336,6 +337,26 @@ class TrainConfig(Frozen):
     val_every: Annotated[int, Field(ge=1)] = 100
     val_batches: Annotated[int, Field(ge=1)] = 8
     checkpoint_every: Annotated[int, Field(ge=1)] = 100
+
+
+class ParallelConfig(Frozen):
+    """Processes that train one run together, and what each keeps. They share out the micro-batches of a step, so the global batch
+    is the same for any number of them, and results differ by the order of sums alone; it is no part of the run's identity.
+
+    ``ddp``: every rank has the whole model, and gradients are summed. ``fsdp2``: every rank has a share of weights, gradients and
+    moments (torch's fully_shard).
+    """
+
+    kind: Literal["none", "ddp", "fsdp2"] = "none"
+    ranks: Annotated[int, Field(ge=1)] = 1
+
+    @model_validator(mode="after")
+    def _several(self) -> ParallelConfig:
+        if (self.kind == "none") != (self.ranks == 1):
+            raise ValueError(
+                f"kind={self.kind} with ranks={self.ranks}; none goes with 1, ddp and fsdp2 with more"
+            )
+        return self
 
 
 Fault = mechanism_type("qkpipe.faults")
@@ -366,7 +387,7 @@ class ArmConfig(Frozen):
 
 
 class ResourcesConfig(Frozen):
-    """What a run of this scale asks of a cluster; ``cpus`` also bounds its threads."""
+    """What each rank of a run of this scale asks of a cluster; ``cpus`` also bounds its threads."""
 
     cpus: Annotated[int, Field(ge=1)] = 1
     mem_mb: Annotated[int, Field(ge=1)] = 2000
@@ -383,6 +404,7 @@ class ScaleConfig(Frozen):
     attention: AttentionConfig = AttentionConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
     resources: ResourcesConfig = ResourcesConfig()
 
 
@@ -470,7 +492,26 @@ class RunConfig(Frozen):
     faults: list[Fault] = []
     interventions: list[Intervention] = []
     probe: Probe | None = None
+    parallel: ParallelConfig = later(ParallelConfig())
     train_version: int = TRAIN_VERSION
+
+    @model_validator(mode="after")
+    def _cut_among_ranks(self) -> RunConfig:
+        ranks = self.parallel.ranks
+        for key in ("accumulation", "val_batches"):
+            if getattr(self.train, key) % ranks:
+                raise ValueError(
+                    f"train.{key}={getattr(self.train, key)} must be a multiple of parallel.ranks={ranks}"
+                )
+        if self.parallel.kind == "fsdp2":
+            whole = [mechanism.kind for mechanism in self.mechanisms if not mechanism.sharded]
+            whole += [self.model.weight_norm] if self.model.weight_norm != "none" else []
+            whole += [] if self.optimizer.name == "adamw" else [f"torch's fused {self.optimizer.name}"]
+            if whole:
+                raise ValueError(
+                    f"parallel.kind=fsdp2 leaves every rank a share of each weight, and {whole[0]} needs whole ones; use ddp"
+                )
+        return self
 
     @property
     def mechanisms(self) -> list[Any]:
@@ -478,8 +519,9 @@ class RunConfig(Frozen):
         return [*self.faults, *self.interventions, *([self.probe] if self.probe else [])]
 
     def identity(self) -> dict[str, Any]:
-        """What the config hash covers: all but names, prose, the seed, and how often a checkpoint is written."""
+        """What the config hash covers: all but names, prose, the seed, the number of ranks, and how often a checkpoint is written."""
         labels = {"arm", "seed", "description", "group", "twin", "corpus_name", "tokenizer_name", "scale"}
+        labels.add("parallel")
         data = self.model_dump(mode="json", exclude=labels)
         del data["train"]["checkpoint_every"]
         return data

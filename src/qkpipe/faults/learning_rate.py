@@ -16,6 +16,10 @@ class LearningRate(Mechanism):
     kind: Literal["learning_rate"] = "learning_rate"
     factor: Annotated[float, Field(gt=0)]
 
+    @property
+    def sharded(self) -> bool:
+        return True
+
     def label(self) -> str:
         return f"lr_x{self.factor:g}"
 

@@ -106,6 +106,10 @@ class Quantizer(GradientFault):
     placement: Literal["post_reduction", "pre_reduction", "operand"] = "post_reduction"
     gain: Annotated[float, Field(ge=0)] = 1.0
 
+    @property
+    def sharded(self) -> bool:
+        return self.placement == "post_reduction"
+
     def label(self) -> str:
         where = "" if self.placement == "post_reduction" else f"@{self.placement}"
         gain = "" if self.gain == 1.0 else f"x{self.gain:g}"
@@ -156,7 +160,7 @@ class _GradientHook(Hook):
             for index, (name, parameter) in enumerate(self._targets):
                 self._context.errors.observe(step, name, self._apply(parameter, step, index, 0))
         for name, error in self._sums.items():
-            self._context.errors.observe(step, name, error)
+            self._context.errors.observe(step, name, self._context.ranks.summed(error))
         self._sums = {}
 
     def _apply(self, parameter: Any, step: int, index: int, micro: int) -> Any:
@@ -164,9 +168,10 @@ class _GradientHook(Hook):
         from qkpipe.numerics.counter_rng import fold_in
 
         draw = fold_in(self._context.run.seed, step, micro, index)
-        quantized = self._config.format.quantize(parameter.grad, axis=-1, draw=draw)
-        faulty, error = _amplified(parameter.grad, quantized, self._config.gain)
-        parameter.grad.copy_(faulty)
+        gradient = self._context.ranks.whole(parameter.grad)
+        quantized = self._config.format.quantize(gradient, axis=-1, draw=draw)
+        faulty, error = _amplified(gradient, quantized, self._config.gain)
+        self._context.ranks.put(parameter.grad, faulty)
         return error
 
 
@@ -188,14 +193,14 @@ class _OperandHook(Hook):
             layer.weight_gradient = self._make(index, wanted[id(layer.weight)])
 
     def begin_step(self, step: int) -> None:
-        self._step, self._micro = step, 0
+        self._step, self._micro = step, self._context.ranks.cut(self._context.run.train.accumulation).start
 
     def micro_gradient(self, step: int, micro: int) -> None:
         self._micro = micro + 1
 
     def reduced_gradient(self, step: int) -> None:
         for name, error in self._sums.items():
-            self._context.errors.observe(step, name, error)
+            self._context.errors.observe(step, name, self._context.ranks.summed(error))
         self._sums = {}
 
     def _make(self, index: int, name: str) -> Any:

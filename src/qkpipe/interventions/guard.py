@@ -18,6 +18,10 @@ class Guard(Mechanism):
     mode: Literal["act", "log"] = "act"
     every: Annotated[int, Field(ge=1)] = 1
 
+    @property
+    def sharded(self) -> bool:
+        return True
+
     def label(self) -> str:
         return f"guard({self.threshold:g})" if self.mode == "act" else f"guard-log({self.threshold:g})"
 

@@ -17,6 +17,10 @@ class Splice(Mechanism):
     kind: Literal["splice"] = "splice"
     routes: Routes
 
+    @property
+    def sharded(self) -> bool:
+        return True
+
     def label(self) -> str:
         return f"splice({'+'.join(self.routes)})"
 
@@ -29,6 +33,10 @@ class FaultOnly(Mechanism):
 
     kind: Literal["fault_only"] = "fault_only"
     routes: Routes
+
+    @property
+    def sharded(self) -> bool:
+        return True
 
     def label(self) -> str:
         return f"fault_only({'+'.join(self.routes)})"
@@ -43,9 +51,9 @@ class _SpliceHook(Hook):
         self._context, self._cleaned = context, cleaned
 
     def splice(self, step: int) -> None:
-        clean = self._context.clean_gradients()
+        clean, whole = self._context.clean_gradients(), self._context.ranks.whole
         for name, parameter in self._context.model.named_parameters():
             # The clean pass shows the true error of every route, cleaned or not.
-            self._context.errors.observe_total(step, name, parameter.grad - clean[name])
+            self._context.errors.observe_total(step, name, whole(parameter.grad) - whole(clean[name]))
             if name in self._cleaned:
                 parameter.grad.copy_(clean[name])

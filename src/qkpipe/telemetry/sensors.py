@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ class Sensors:
     """Senses one step: :meth:`arm` before its forward, :meth:`read` after its backward and before the update.
 
     Rows describe the weights and activations that this step's forward used. Of several micro-batches the last is sensed.
+    ``whole`` makes a whole tensor of a process's share, where the model is cut among several.
     """
 
-    def __init__(self, model: Transformer) -> None:
-        self._model = model
+    def __init__(self, model: Transformer, whole: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._model, self._whole = model, whole
         self._spectral_state: dict[str, Any] = {}
-        self.updates = UpdateSigns(model)
+        self.updates = UpdateSigns(model, whole)
         groups: dict[tuple[int, str], list[tuple[str, torch.nn.Parameter]]] = {}
         for name, parameter in model.named_parameters():
             route, layer = route_of(name)
@@ -74,7 +76,7 @@ class Sensors:
                 )
         for (layer, route), members in self._groups.items():
             names = [name for name, _ in members]
-            norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for _, p in members]))
+            norm = torch.linalg.vector_norm(torch.stack([self._whole(p.grad).norm() for _, p in members]))
             row = errors.row(step, names, [p.numel() for _, p in members])
             writer.add("routes", step=step, layer=layer, route=route, grad_norm=float(norm), **row)
 

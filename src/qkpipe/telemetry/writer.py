@@ -105,3 +105,16 @@ class PartWriter:
 
     def _parts(self) -> list[tuple[int, Path]]:
         return [(int(path.name.split("-")[0]), path) for path in sorted(self._folder.glob("[0-9]*.parquet"))]
+
+
+class Silent:
+    """The :class:`PartWriter` of a process that leaves the writing to another one."""
+
+    def add(self, table: str, **columns: Any) -> None: ...
+
+    def flush(self) -> int:
+        return 0
+
+    def truncate(self, count: int) -> None: ...
+
+    def finish(self, run: RunPaths) -> None: ...

@@ -15,6 +15,7 @@ from qkpipe.model.routes import expand_routes, route_of
 from qkpipe.model.transformer import Transformer
 from qkpipe.telemetry.errors import GradientErrors
 from qkpipe.telemetry.writer import PartWriter
+from qkpipe.train.distributed import Ranks
 from qkpipe.train.optimizer import optimizer_over
 
 
@@ -23,7 +24,7 @@ class BuildContext:
     """Handed to :meth:`qkpipe.config.base.Mechanism.build`.
 
     ``clean_gradients`` runs the clean second pass of the current step (once, however many ask) and returns one gradient a
-    parameter name. ``errors`` collects what a fault added to a gradient.
+    parameter name. ``errors`` collects what a fault added to a gradient. ``ranks``: who else trains this run.
     """
 
     run: RunConfig
@@ -32,6 +33,7 @@ class BuildContext:
     writer: PartWriter
     errors: GradientErrors
     clean_gradients: Callable[[], dict[str, Tensor]]
+    ranks: Ranks
 
     def parameters(self, routes: tuple[str, ...]) -> list[tuple[str, nn.Parameter]]:
         """Named parameters whose gradients belong to one of the routes."""

@@ -9,6 +9,7 @@ import platform
 import shutil
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from qkpipe.data.shards import Tokens, open_tokens
 from qkpipe.errors import BadInput
 from qkpipe.paths import RunPaths, StudyPaths
 from qkpipe.telemetry.schema import SCHEMA_VERSION
-from qkpipe.telemetry.writer import PartWriter
+from qkpipe.telemetry.writer import PartWriter, Silent
 from qkpipe.train import checkpoint
+from qkpipe.train.distributed import Ranks, join
 from qkpipe.train.heap import keep_freed_memory
 from qkpipe.train.supersede import is_finished, supersede
 from qkpipe.train.trainer import Trainer
@@ -45,6 +47,8 @@ def train_run(run: RunConfig, paths: StudyPaths, *, progress: bool | None = None
     hash is left alone; one of another hash is moved aside. Killed at any moment and called again, it goes on from the last
     checkpoint, and every file but ``timing`` equals the unbroken run's bit for bit.
 
+    A run of several ranks is trained by as many processes that call this, which torchrun starts; the first one writes.
+
     Args:
         progress: show a progress bar; by default only on a terminal, and sparse log lines elsewhere.
 
@@ -54,25 +58,33 @@ def train_run(run: RunConfig, paths: StudyPaths, *, progress: bool | None = None
     if run.train.device == "cuda" and not torch.cuda.is_available():
         raise BadInput(f"{run.arm}: train.device: 'cuda' is not available here; allowed: cpu")
     target, scratch = paths.run(run.arm, run.seed), paths.scratch(run.run_id)
+    with join(run) as ranks, ExitStack() as held:
+        if ranks.ask_leader(lambda: _claim(run, paths, held)):
+            tokens = open_tokens(paths.data(run.corpus_name, run.tokenizer_name), run.model.context)
+            _check_vocabulary(run, tokens)
+            shown = sys.stderr.isatty() if progress is None else progress
+            _train(run, tokens, paths, ranks, progress=shown and ranks.leads)
+        held.close()
+        if ranks.leads:
+            shutil.rmtree(scratch.folder, ignore_errors=True)
+    return target.record
+
+
+def _claim(run: RunConfig, paths: StudyPaths, held: ExitStack) -> bool:
+    """Take the run's lock for as long as ``held`` lives; whether the run is still to be trained."""
+    scratch = paths.scratch(run.run_id)
     scratch.folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(scratch.lock)
     try:
-        held = lock.acquire(timeout=LOCK_WAIT_S)
+        held.enter_context(FileLock(scratch.lock).acquire(timeout=LOCK_WAIT_S))
     except Timeout:
         raise BadInput(
             f"{scratch.lock}: held by a live process training {run.arm}/seed={run.seed}; wait for it, or stop it"
         ) from None
-    with held:
-        if is_finished(paths, run):
-            log.info("%s: already there with this config hash, nothing to do", target.record)
-        else:
-            tokens = open_tokens(paths.data(run.corpus_name, run.tokenizer_name), run.model.context)
-            _check_vocabulary(run, tokens)
-            _move_aside(paths, run)
-            _write_json(scratch.identity, {"scale": run.scale, "arm": run.arm, "seed": run.seed})
-            _train(run, tokens, paths, progress=sys.stderr.isatty() if progress is None else progress)
-    shutil.rmtree(scratch.folder, ignore_errors=True)
-    return target.record
+    if is_finished(paths, run):
+        record = paths.run(run.arm, run.seed).record
+        log.info("%s: already there with this config hash, nothing to do", record)
+        return False
+    return True
 
 
 def _move_aside(paths: StudyPaths, run: RunConfig) -> None:
@@ -80,12 +92,15 @@ def _move_aside(paths: StudyPaths, run: RunConfig) -> None:
         log.warning("a run of another config was here: moved to %s", aside)
 
 
-def _train(run: RunConfig, tokens: Tokens, paths: StudyPaths, *, progress: bool) -> None:
-    target, scratch = paths.run(run.arm, run.seed), paths.scratch(run.run_id)
+def _train(run: RunConfig, tokens: Tokens, paths: StudyPaths, ranks: Ranks, *, progress: bool) -> None:
+    scratch = paths.scratch(run.run_id)
+    if ranks.leads:
+        _move_aside(paths, run)
+        _write_json(scratch.identity, {"scale": run.scale, "arm": run.arm, "seed": run.seed})
     torch.set_num_threads(run.train.threads)
     keep_freed_memory()
-    writer = PartWriter(scratch, run.run_id)
-    trainer = Trainer(run, tokens, writer)
+    writer = PartWriter(scratch, run.run_id) if ranks.leads else Silent()
+    trainer = Trainer(run, tokens, writer, ranks)
     state = checkpoint.load(
         scratch.checkpoint,
         config_hash=run.config_hash,
@@ -120,21 +135,26 @@ def _train(run: RunConfig, tokens: Tokens, paths: StudyPaths, *, progress: bool)
                 )  # fmt: skip
             bar.set_postfix(loss=f"{result.loss:.3f}")
         if trainer.step_index % run.train.checkpoint_every == 0 or last:
-            parts = writer.flush()
-            checkpoint.save(
-                scratch.checkpoint,
-                {
-                    "config_hash": run.config_hash,
-                    "data_hash": tokens.data_hash,
-                    "trainer": trainer.state_dict(),
-                    "parts": parts,
-                    "resumes": resumes,
-                    "stopped": stopped,
-                },
-            )
+            state = {
+                "config_hash": run.config_hash,
+                "data_hash": tokens.data_hash,
+                "trainer": ranks.whole_state(trainer.state_dict()),
+                "parts": writer.flush(),
+                "resumes": resumes,
+                "stopped": stopped,
+            }
+            if ranks.leads:
+                checkpoint.save(scratch.checkpoint, state)
     bar.close()
+    if ranks.leads:
+        _finish(run, tokens, paths, trainer, stopped)
+
+
+def _finish(run: RunConfig, tokens: Tokens, paths: StudyPaths, trainer: Trainer, stopped: bool) -> None:
+    """Write the run's files from the parts, ``run.json`` last."""
+    target = paths.run(run.arm, run.seed)
     _move_aside(paths, run)  # a job of an older config may have ended here meanwhile: it holds another lock
-    writer.finish(target)
+    trainer.writer.finish(target)
     _write_record(target, _record(run, tokens, trainer, stopped))
 
 

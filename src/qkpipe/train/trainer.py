@@ -18,8 +18,9 @@ from qkpipe.model.transformer import Transformer
 from qkpipe.numerics.counter_rng import fold_in
 from qkpipe.telemetry.errors import GradientErrors
 from qkpipe.telemetry.sensors import Sensors
-from qkpipe.telemetry.writer import PartWriter
+from qkpipe.telemetry.writer import PartWriter, Silent
 from qkpipe.train.context import BuildContext
+from qkpipe.train.distributed import ONE_RANK, Ranks
 from qkpipe.train.optimizer import learning_rate, make_optimizer
 
 
@@ -37,17 +38,22 @@ class Trainer:
     A non-finite loss ends the run: the step is recorded and no update is made. A non-finite gradient norm is an event
     (``nonfinite_gradient``): the optimizer is given a zero gradient in that step, as a clipping factor of 1/inf gives, so that
     momentum still moves the weights; nothing is skipped silently.
+
+    ``ranks``: who trains it together with this process; every one of them has a trainer of its own.
     """
 
-    def __init__(self, run: RunConfig, tokens: Tokens, writer: PartWriter) -> None:
-        self.run, self.tokens, self.writer = run, tokens, writer
+    def __init__(
+        self, run: RunConfig, tokens: Tokens, writer: PartWriter | Silent, ranks: Ranks = ONE_RANK
+    ) -> None:
+        self.run, self.tokens, self.writer, self.ranks = run, tokens, writer, ranks
         self.device = torch.device(run.train.device)
         self.model = Transformer(run.model, run.attention, tokens.vocab_size)
         self.model.initialise(run.seed)
         self.model.to(self.device)
+        ranks.shard(self.model)
         self.optimizer = make_optimizer(self.model, run.optimizer)
         self.parameters = list(self.model.parameters())
-        self.sensors = Sensors(self.model)
+        self.sensors = Sensors(self.model, ranks.whole)
         self.errors = GradientErrors()
         self.step_index = 0
         self._clean: dict[str, Tensor] | None = None
@@ -59,10 +65,10 @@ class Trainer:
                 batches=run.train.val_batches,
                 sequences=run.train.batch_size,
                 context=run.model.context,
-            )
+            )[ranks.rank :: ranks.size]
         ]
         self.context = BuildContext(
-            run, self.model, self.optimizer, writer, self.errors, self._clean_gradients
+            run, self.model, self.optimizer, writer, self.errors, self._clean_gradients, ranks
         )
         self.hooks: list[Hook] = [mechanism.build(self.context) for mechanism in run.mechanisms]
 
@@ -78,6 +84,7 @@ class Trainer:
         guard_active = any(hook.active for hook in self.hooks)
         self._max_logit = None
         loss = self._accumulate(step, self._batch(step), faulty=True)
+        self._max_logit = self.ranks.maximum(self._max_logit)
         if not math.isfinite(loss):
             observed = {"guard_active": guard_active, "max_logit": self._max_logit}
             self.writer.add("steps", step=step, loss=loss, lr=self._lr(step), **observed)
@@ -87,7 +94,8 @@ class Trainer:
         self._each("reduced_gradient", step)
         self._each("splice", step)
         if sensed:
-            self.sensors.read(step, self.writer, self.errors)
+            with self.ranks.whole_weights(self.model):
+                self.sensors.read(step, self.writer, self.errors)
         grad_norm, clipped_norm = self._clip(step)
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr(step)
@@ -96,8 +104,9 @@ class Trainer:
         self.optimizer.step()
         clipped_norm = next((h.clipped_norm for h in self.hooks if h.clipped_norm is not None), clipped_norm)
         self._each("after_update", step)
-        torch._foreach_sub_(before, [p.detach() for p in self.parameters])
-        update_norm = float(_global_norm(before))
+        moved = self.ranks.own(before)
+        torch._foreach_sub_(moved, self.ranks.own([p.detach() for p in self.parameters]))
+        update_norm = self.ranks.norm(moved)
         self.sensors.updates.observe(before)
         self._each("end_step", step)
         self.step_index += 1
@@ -127,8 +136,7 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step_index = state["step"]
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.ranks.load(self.model, self.optimizer, state)
         self.sensors.load_state_dict(state["sensors"])
         self.errors.load_state_dict(state["errors"])
         for hook, hook_state in zip(self.hooks, state["hooks"], strict=True):
@@ -140,19 +148,23 @@ class Trainer:
         windows = training_batch(
             self.tokens.train, seed=self.run.seed, step=step, sequences=sequences, context=context
         )
-        return torch.from_numpy(windows).to(self.device).view(train.accumulation, train.batch_size, -1)
+        micros = windows.reshape(train.accumulation, train.batch_size, -1)
+        mine = self.ranks.cut(train.accumulation)
+        return torch.from_numpy(micros[mine.start : mine.stop]).to(self.device)
 
     def _accumulate(self, step: int, batch_ABT: Tensor, *, faulty: bool) -> float:
-        """Mean loss and, in ``parameter.grad``, its gradient over the micro-batches A; stops at a non-finite loss."""
+        """Mean loss and, in ``parameter.grad``, its gradient over the step's micro-batches, of which A are this rank's; stops at a
+        non-finite loss.
+        """
         self.optimizer.zero_grad(set_to_none=True)
-        micros = len(batch_ABT)
+        micros = self.run.train.accumulation
         total: list[Tensor] | None = None
         loss_sum = 0.0
-        for micro, windows in enumerate(batch_ABT):
+        for micro, windows in zip(self.ranks.cut(micros), batch_ABT, strict=True):
             loss = (
                 self.model(windows[:, :-1], windows[:, 1:], draw=fold_in(self.run.seed, step, micro)) / micros
             )
-            loss_sum += float(loss.detach())
+            loss_sum += self.ranks.total(float(loss.detach()))
             if faulty:
                 self._look_at_logits()
             if not math.isfinite(loss_sum):
@@ -160,13 +172,14 @@ class Trainer:
             loss.backward()
             if faulty:
                 self._each("micro_gradient", step, micro)
-            if micros > 1:
+            if len(batch_ABT) > 1:
                 own = [p.grad for p in self.parameters]
                 total = own if total is None else torch._foreach_add(total, own)
                 self.optimizer.zero_grad(set_to_none=True)
         if total is not None:
             for parameter, gradient in zip(self.parameters, total, strict=True):
                 parameter.grad = gradient
+        self.ranks.reduce([p.grad for p in self.parameters])
         return loss_sum
 
     def _look_at_logits(self) -> None:
@@ -189,11 +202,11 @@ class Trainer:
 
     def _clip(self, step: int) -> tuple[float, float]:
         """Clip to the configured global norm in place; returns the norm before and after."""
-        gradients = [p.grad for p in self.parameters]
-        norm = float(_global_norm(gradients))
+        gradients = self.ranks.own([p.grad for p in self.parameters])
+        norm = self.ranks.norm(gradients)
         if not math.isfinite(norm):
-            bad = sum(int((~g.isfinite()).sum()) for g in gradients)
-            self.context.event(step, "nonfinite_gradient", norm=str(norm), elements=bad)
+            bad = self.ranks.over_shares(sum(int((~g.isfinite()).sum()) for g in gradients))
+            self.context.event(step, "nonfinite_gradient", norm=str(norm), elements=int(bad))
             for gradient in gradients:
                 gradient.zero_()
             return norm, 0.0
@@ -207,7 +220,7 @@ class Trainer:
     def _validate(self) -> float:
         self.model.eval()
         losses = [float(self.model(windows[:, :-1], windows[:, 1:])) for windows in self._validation]
-        return float(np.mean(losses))
+        return float(np.mean(self.ranks.gather(losses)))
 
     def _validates(self, step: int) -> bool:
         return (step + 1) % self.run.train.val_every == 0 or step == self.run.train.steps - 1
@@ -218,7 +231,3 @@ class Trainer:
     def _each(self, stage: str, *arguments: int) -> None:
         for hook in self.hooks:
             getattr(hook, stage)(*arguments)
-
-
-def _global_norm(tensors: list[Tensor]) -> Tensor:
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
