@@ -519,10 +519,9 @@ class RunConfig(Frozen):
         return [*self.faults, *self.interventions, *([self.probe] if self.probe else [])]
 
     def identity(self) -> dict[str, Any]:
-        """What the config hash covers: all but names, prose, the seed, the number of ranks, and how often a checkpoint is written."""
+        """What the config hash covers: all but names, prose, the seed, the ranks, and how often a checkpoint is written."""
         labels = {"arm", "seed", "description", "group", "twin", "corpus_name", "tokenizer_name", "scale"}
-        labels.add("parallel")
-        data = self.model_dump(mode="json", exclude=labels)
+        data = self.model_dump(mode="json", exclude=labels | {"parallel"})
         del data["train"]["checkpoint_every"]
         return data
 

@@ -153,8 +153,8 @@ class Trainer:
         return torch.from_numpy(micros[mine.start : mine.stop]).to(self.device)
 
     def _accumulate(self, step: int, batch_ABT: Tensor, *, faulty: bool) -> float:
-        """Mean loss and, in ``parameter.grad``, its gradient over the step's micro-batches, of which A are this rank's; stops at a
-        non-finite loss.
+        """Mean loss and, in ``parameter.grad``, its gradient over the step's micro-batches, A of which are this rank's; stops at
+        a non-finite loss.
         """
         self.optimizer.zero_grad(set_to_none=True)
         micros = self.run.train.accumulation
