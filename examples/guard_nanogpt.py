@@ -65,21 +65,22 @@ def train(model, guard, optimizer, steps, micro_steps=2):
     return loss.item() * micro_steps
 
 
-torch.manual_seed(0)
-model = GPT()
-guard = QKGuard(model, threshold=4.0, explicit_steps=True)
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
-train(model, guard, optimizer, 30)
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = GPT()
+    guard = QKGuard(model, threshold=4.0, explicit_steps=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    train(model, guard, optimizer, 30)
 
-file = io.BytesIO()
-torch.save(model.state_dict(), file)
-file.seek(0)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
 
-resumed = GPT()
-guard_resumed = QKGuard(resumed, threshold=4.0, explicit_steps=True)  # before loading
-resumed.load_state_dict(torch.load(file))
-loss = train(resumed, guard_resumed, torch.optim.AdamW(resumed.parameters(), lr=3e-2), 2)
-print(json.dumps({
-    "fired": guard.fired, "resumed": guard_resumed.active, "max_logit": guard_resumed.max_logit(),
-    "layers": guard.layers, "loss": loss,
-}))  # fmt: skip
+    resumed = GPT()
+    guard_resumed = QKGuard(resumed, threshold=4.0, explicit_steps=True)  # before loading
+    resumed.load_state_dict(torch.load(file))
+    loss = train(resumed, guard_resumed, torch.optim.AdamW(resumed.parameters(), lr=3e-2), 2)
+    print(json.dumps({
+        "fired": guard.fired, "resumed": guard_resumed.active, "max_logit": guard_resumed.max_logit(),
+        "layers": guard.layers, "loss": loss,
+    }))  # fmt: skip

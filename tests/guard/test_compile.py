@@ -94,6 +94,34 @@ def test_attached_after_compiling():
     assert equal_bits(forward(batch()), Model()(batch()))
 
 
+@pytest.mark.parametrize("latch", ["model", "layer"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "as on a device"])
+def test_layers_compiled_one_by_one_share_their_code(on_device, latch, monkeypatch):
+    """More of them than code variants are allowed, without graph breaks, and nothing is compiled once the guard has settled."""
+    torch._dynamo.utils.counters.clear()
+    eager, model = Model(10), Model(10)
+    guards = [QKGuard(eager, threshold=7.0, latch=latch)]
+    monkeypatch.setattr(QKGuard, "_on_device", on_device or property(lambda _: torch.compiler.is_compiling()))
+    guards.append(QKGuard(model, threshold=7.0, latch=latch))
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in model.layers:
+        layer.compile(backend=counter, fullgraph=True)
+    _, expected = train(eager, eager, 5, guards[0])
+    _, found = train(model, model, 5, guards[1])
+    frames = counter.frame_count
+    assert frames < 10
+    train(model, model, 3)
+    assert counter.frame_count == frames
+    for (logit, *flags), (logit_compiled, *flags_compiled) in zip(expected, found, strict=True):
+        assert logit_compiled == pytest.approx(logit, rel=1e-5)
+        assert flags_compiled == flags
+    assert expected[0][1:] == (False, False) and expected[-1][1:] == (True, True)
+    assert guards[1].firing == guards[0].firing and guards[1].firing.layer == 9
+    assert guards[1].layers == guards[0].layers == [f"layers.{index}" for index in range(10)]
+    for guard in guards:
+        guard.detach()
+
+
 class NoLook(TorchDispatchMode):
     """Forbids what would make the host wait for a device."""
 

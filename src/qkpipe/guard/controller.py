@@ -30,6 +30,7 @@ from qkpipe.guard.latch import (
 )
 from qkpipe.guard.loggers import Log
 from qkpipe.guard.mailbox import Mailbox
+from qkpipe.guard.search import Search
 from qkpipe.guard.site import Site
 from qkpipe.guard.state import BUFFER, check, install
 
@@ -62,11 +63,12 @@ class QKGuard:
         on_fire: called with the :class:`Firing` of each step at which something newly passed the threshold.
         log: called with (step, {"max_logit", "strength"}) every ``log_every`` steps, where sensed.
         log_every: see ``log``.
+        allow_unguarded: go on where some attention of the model cannot be intercepted; :attr:`unguarded` names it.
         process_group: ranks that hold the same layers; all by default.
 
     Raises:
         BadInput: nothing to guard in ``model``, a guard already there, or an option out of range. A model in whose first training
-            forward no attention could be intercepted raises it there, and is detached.
+            forward no attention, or not all of it, could be intercepted raises it there, and is detached.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class QKGuard:
         on_fire: Callable[[Firing], None] | None = None,
         log: Log | None = None,
         log_every: int = 1,
+        allow_unguarded: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if not threshold > 0:
@@ -102,7 +105,7 @@ class QKGuard:
         self.threshold, self.mode, self.every = float(threshold), mode, every
         self.explicit_steps, self.on_fire = explicit_steps, on_fire
         self.log, self.log_every = log, log_every
-        self._group = process_group
+        self.allow_unguarded, self._group = allow_unguarded, process_group
 
         self._slots = [module for module in model.modules() if hasattr(module, "qk_site")]
         places = self._slots or intercept.places(model)
@@ -133,13 +136,19 @@ class QKGuard:
         self._met = False
         self._inside = False
         self.lazy = True
+        self.compiled = False  # whether attention ran in compiled code, which shows no graph
+        self.search: Search | None = None
+        self.unguarded: list[str] | None = None
+        """Names of modules that attend where no guard sees it, after the first training forward with a gradient: see
+        :mod:`qkpipe.guard.search`. None where that could not be found out: in compiled code, and in models with slots.
+        """
 
         self._handles = install(model, self.latch, self._loaded)
         self._handles += [
             model.register_forward_pre_hook(self._begin_forward),
             model.register_forward_hook(self._end_forward),
         ]
-        self.strength = self.latch.strength(self._state)
+        self._set_strength()
         for place, site in zip(places, self._sites, strict=True):
             if self._slots:
                 place.qk_site = site
@@ -236,6 +245,7 @@ class QKGuard:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy of a guarded model, deep or unpickled, is guarded too."""
         self.__dict__.update(state)
+        self._unshared = True  # pickle makes views tensors of their own
         if not self._slots:
             intercept.acquire(self)
 
@@ -256,7 +266,7 @@ class QKGuard:
             if torch.compiler.is_compiling():
                 raise BadInput("QKGuard: latch='head' needs one forward before the model is compiled")
             self._model._buffers[BUFFER] = self.latch.widen(self._state, self._width)
-            self.strength = self.latch.strength(self._state)
+            self._set_strength()
 
     @property
     def _state(self) -> Tensor:
@@ -285,19 +295,20 @@ class QKGuard:
         self._latch()
 
     def _begin_forward(self, model: nn.Module, _arguments: Any) -> None:
-        self._inside = True
+        self._inside, self.search = True, None
         self._latch()
         self.watching, self.sensed = model.training, False
         if not model.training:
             return
         self.sensing = self._due()
+        self.search = self._new_search()
         self.lazy = not self._on_device and self._world() == 1
         if not self.explicit_steps:
             for site in self._sites:
                 if site.dirty:
                     site.discard()  # left behind by a forward that was broken off
 
-    def _end_forward(self, model: nn.Module, _arguments: Any, _output: Any) -> None:
+    def _end_forward(self, model: nn.Module, _arguments: Any, output: Any) -> None:
         self._inside = self.watching = False
         if not model.training:
             return
@@ -308,10 +319,37 @@ class QKGuard:
                 "guard is taken off; it must call torch's scaled_dot_product_attention, FlexAttention or Hugging Face's "
                 "attention interface (eager, sdpa, flex_attention), or have modules with a `qk_site` slot"
             )
+        if self.search is not None:
+            self.search.look("", output)
+            self._conclude()
         if self.sensed and not self.explicit_steps:
             self._close()
         if not torch.compiler.is_compiling():
             self._mailbox.poll()
+
+    def _new_search(self) -> Search | None:
+        if torch.compiler.is_compiling():
+            return None
+        needless = self.unguarded is not None or self._slots or self.compiled
+        return Search() if not needless and torch.is_grad_enabled() else None
+
+    def looked(self, site: Site, output: Any) -> None:
+        """The module of ``site`` has returned, and those within."""
+        self.search.look(self._names[site.index], output)
+
+    def _conclude(self) -> None:
+        search, self.search = self.search, None
+        if self.compiled or not search.graphs:
+            return  # nothing was differentiable: the next forward may be
+        self.unguarded = search.found
+        if search.found and not self.allow_unguarded:
+            self.detach()
+            raise BadInput(
+                f"QKGuard: attention in {', '.join(name or 'the model itself' for name in search.found)} cannot be intercepted "
+                "(an own softmax, or a kernel called directly), so the guard is taken off; allowed: "
+                "scaled_dot_product_attention, FlexAttention, Hugging Face's attention interface, or allow_unguarded=True to "
+                "guard the rest"
+            )
 
     def _outside(self) -> None:
         """Attention of a guarded model outside of its own forward: recomputed in a backward, or a part called alone."""
@@ -334,8 +372,12 @@ class QKGuard:
         state = self._state
         if self._on_device:
             strength = self.latch.strength(state)
-            if self.strength.device != strength.device or self.strength.shape != strength.shape:
-                self.strength = strength
+            if (
+                self._unshared
+                or self.strength.device != strength.device
+                or self.strength.shape != strength.shape
+            ):
+                self._set_strength()
             else:
                 self.strength.copy_(strength)
             self.acting = "by strength"
@@ -343,9 +385,15 @@ class QKGuard:
         top = int(state[HEADER + (state.numel() - HEADER) // 2 :].amax())
         if top == 0 and self.acting == "no":
             return
-        self.strength = self.latch.strength(state)
+        self._set_strength()
         whole = bool((self.strength == 1).all())
         self.acting = "no" if top == 0 else "fully" if whole else "by strength"
+
+    def _set_strength(self) -> None:
+        self.strength, self._unshared = self.latch.strength(self._state), False
+        for site in self._sites:
+            # A view, not an index, which compiled code would be specialised on.
+            site.strength = self.strength if self.latch.kind == "model" else self.strength[site.index]
 
     def _close(self) -> None:
         dirty = [site for site in self._sites if site.dirty]
@@ -353,7 +401,8 @@ class QKGuard:
         if self.lazy and not self._on_device:
             self._last = None
             quiet = self.acting == "no" and int(state[HEADER:].amax()) == 0
-            if quiet and all(bool((site.peak <= self.latch.threshold).all()) for site in dirty):
+            peaks = (peak for site in dirty for peak in site.peak.tolist())
+            if quiet and all(peak <= self.latch.threshold for peak in peaks):
                 state[STEP] += 1
                 self._finish(dirty, quiet=True)
                 return

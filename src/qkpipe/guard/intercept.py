@@ -28,11 +28,18 @@ _SITE = "_qk_site"
 _TORCH_LAYERS = ("torch.nn.modules.", "torch.nn.utils.", "torch.ao.")
 
 
-class _Scope(threading.local):
-    """The site of the innermost guarded module whose forward is running in this thread."""
+class _Now:
+    """The site of the innermost guarded module whose forward is running."""
 
     def __init__(self) -> None:
         self.site: Site | None = None
+
+
+class _Scope(threading.local):
+    """``now``, for each thread. An object within, because code that torch.compile makes cannot write to a thread's own."""
+
+    def __init__(self) -> None:
+        self.now = _Now()
 
 
 _scope = _Scope()
@@ -61,12 +68,15 @@ def enter_scope(place: nn.Module, site: Site) -> list[Any]:
 # Functions, not methods of a site: a deep copy of the model (an average of weights) must use its own site.
 def _enter(module: nn.Module, _arguments: Any) -> None:
     site = module.__dict__[_SITE]
-    site.outers.append(_scope.site)
-    _scope.site = site
+    site.outers.append(_scope.now.site)
+    _scope.now.site = site
 
 
-def _leave(module: nn.Module, _arguments: Any, _output: Any) -> None:
-    _scope.site = module.__dict__[_SITE].outers.pop()
+def _leave(module: nn.Module, _arguments: Any, output: Any) -> None:
+    site = module.__dict__[_SITE]
+    if not torch.compiler.is_compiling() and site.guard.search is not None:
+        site.guard.looked(site, output)
+    _scope.now.site = site.outers.pop()
 
 
 class _Place:
@@ -78,7 +88,7 @@ class _Place:
     def remove(self) -> None:
         site = self._place.__dict__.pop(_SITE)
         if site.outers:
-            _scope.site = site.outers[0]
+            _scope.now.site = site.outers[0]
 
 
 class _Attribute:
@@ -188,7 +198,7 @@ def _sdpa(kernel: Callable) -> Callable:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        site = _scope.site
+        site = _scope.now.site
         options = {
             "attn_mask": attn_mask,
             "dropout_p": dropout_p,
@@ -210,17 +220,18 @@ def _sdpa(kernel: Callable) -> Callable:
             )
         q, k = _lift(query), _lift(key)
         q, k = site.act(q, k)
-        _scope.site = None
+        _scope.now.site = None
         try:
-            out = attend(q.reshape(query.shape), k.reshape(key.shape), value, **options)
+            out = attend(_unlift(q, query), _unlift(k, key), value, **options)
         finally:
-            _scope.site = site
+            _scope.now.site = site
         if isinstance(attn_mask, CausalBias):
             allowed: Any = functools.partial(attn_mask._materialize, query.device)
         else:
             allowed = None if attn_mask is None else _lift_mask(attn_mask, query)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         site.sense(q, k, scale, None, Mask(is_causal, allowed))
+        _mark(site, out, query, key, value, attn_mask)
         return out
 
     return scaled_dot_product_attention
@@ -242,7 +253,7 @@ def _flex(kernel: Callable) -> Callable:
         *,
         return_aux: Any = None,
     ) -> Any:
-        site = _scope.site
+        site = _scope.now.site
         options = {
             "score_mod": score_mod,
             "block_mask": block_mask,
@@ -258,14 +269,15 @@ def _flex(kernel: Callable) -> Callable:
         wanted = return_aux
         if ask:
             wanted = AuxRequest(lse=return_aux is not None and return_aux.lse, max_scores=True)
-        _scope.site = None
+        _scope.now.site = None
         try:
             out = kernel(q, k, value, return_lse=return_lse, return_aux=wanted, **options)
         finally:
-            _scope.site = site
+            _scope.now.site = site
         max_logit_BH = out[1].max_scores.detach().amax(-1) if ask else None
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         site.sense(q, k, scale, max_logit_BH, Mask(allowed=_flex_mask(block_mask, q, k)))
+        _mark(site, out, query, key, value)
         return out[0] if ask and return_aux is None else out
 
     return flex_attention
@@ -286,7 +298,7 @@ def _get_interface(original: Callable) -> Callable:
     def get_interface(self: Any, attn_implementation: str, default: Callable) -> Callable:
         kernel = original(self, attn_implementation, default)
         # Its SDPA calls torch's by name, which has a stand-in.
-        if _scope.site is None or kernel.__name__ == "sdpa_attention_forward":
+        if _scope.now.site is None or kernel.__name__ == "sdpa_attention_forward":
             return kernel
         return functools.partial(_hf_attention, kernel, attn_implementation)
 
@@ -305,18 +317,19 @@ def _hf_attention(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    site = _scope.site
+    site = _scope.now.site
     if site is None:
         return kernel(module, query, key, value, attention_mask, *arguments, **options)
     q, k = site.act(query, key)
-    _scope.site = None
+    _scope.now.site = None
     try:
         out = kernel(module, q, k, value, attention_mask, *arguments, **options)
     finally:
-        _scope.site = site
+        _scope.now.site = site
     scale = options.get("scaling")
     scale = getattr(module, "scaling", query.shape[-1] ** -0.5) if scale is None else scale
     site.sense(q, k, scale, None, _hf_mask(implementation, module, q, k, attention_mask, options))
+    _mark(site, out, query, key, value)
     return out
 
 
@@ -344,6 +357,13 @@ def _hf_mask(implementation: str, module: nn.Module, q: Tensor, k: Tensor, mask:
     return Mask(allowed=allowed)
 
 
+def _mark(site: Site, out: Any, *inputs: Any) -> None:
+    if torch.compiler.is_compiling():
+        site.guard.compiled = True
+    elif site.guard.search is not None:
+        site.guard.search.guarded(out, inputs)
+
+
 def _lift(x: Tensor) -> Tensor:
     """To (B, H, T, K); without a head dimension it is one head."""
     if x.dim() == 4:
@@ -351,6 +371,10 @@ def _lift(x: Tensor) -> Tensor:
     if x.dim() == 3:
         return x.unsqueeze(1)
     return x[None, None] if x.dim() == 2 else x.flatten(0, x.dim() - 4)
+
+
+def _unlift(x: Tensor, like: Tensor) -> Tensor:
+    return x if x.dim() == like.dim() else x.reshape(like.shape)
 
 
 def _lift_mask(mask: Tensor, query: Tensor) -> Tensor:

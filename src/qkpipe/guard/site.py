@@ -28,6 +28,9 @@ class Site:
         self.outers: list[Site | None] = []
         self.peak: Tensor | None = None
         self.raw_peak: Tensor | None = None
+        self.strength: Tensor | None = (
+            None  # of normalisation here, () or (heads,), where it acts by strength
+        )
         self._raw: tuple[Tensor, Tensor] | None = None
         self.forget()
 
@@ -46,12 +49,10 @@ class Site:
             self._raw = (q.detach(), k.detach())
         if guard.acting == "fully":
             return unit_rms(q), unit_rms(k)
-        strength_q = strength_k = guard.strength
-        if guard.latch.kind == "layer":
-            strength_q = strength_k = guard.strength[self.index]
-        elif guard.latch.kind == "head":
+        strength_q = strength_k = self.strength
+        if guard.latch.kind == "head":
             # Query heads that share a key head are switched together.
-            strength_H = guard.strength[self.index, : q.shape[1]]
+            strength_H = self.strength[: q.shape[1]]
             strength_G = strength_H.view(k.shape[1], -1).amax(1)
             strength_k = strength_G.view(-1, 1, 1)
             strength_q = strength_G.repeat_interleave(q.shape[1] // k.shape[1]).view(-1, 1, 1)
@@ -108,8 +109,12 @@ class Site:
             peak_H = max_logit_BH.detach().float().amax(0)
             self._know(peak_H)
             return peak_H
+        if torch.compiler.is_compiling():  # this layer alone: no branch on a value
+            peak_H = max_logit_per_head(q, k, scale, mask)
+            self._know(peak_H)
+            return peak_H
         peak_H = logit_bound_per_head(q, k, scale)
-        if bool((peak_H <= self.guard.enough).all()):
+        if all(peak <= self.guard.enough for peak in peak_H.tolist()):
             self._held = (q.detach(), k.detach(), scale, mask)
         else:
             peak_H = max_logit_per_head(q, k, scale, mask)
