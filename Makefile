@@ -1,4 +1,5 @@
-# make env | study | test | test-slow | test-slurm | test-tracking | bench | kernels-test | kernels-quick | device-check | lint | schema | profiles | clean
+# make env | study | test | test-slow | test-slurm | test-slurm-quick | test-tracking | bench | kernels-test | kernels-quick |
+#   device-check | lint | schema | profiles | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,8 +10,8 @@ PROFILES := $(or $(XDG_CONFIG_HOME),$(HOME)/.config)/snakemake
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: env study test test-slow test-slurm test-tracking bench kernels-test kernels-quick device-check lint schema \
-  profiles clean
+.PHONY: env study test test-slow test-slurm test-slurm-quick test-tracking bench kernels-test kernels-quick device-check \
+  lint schema profiles clean
 
 env: $(STAMP)
 
@@ -42,9 +43,12 @@ test-slow: env
 	OMP_NUM_THREADS=1 pytest -m "slow and not slurm and not tracking"
 
 # A throwaway Slurm on this machine, installed from Debian where missing; where that cannot be, this says why and passes.
-test-slurm: env
-	@tests/slurm/local_slurm start || { status=$$?; test $$status -eq 75 && echo "make test-slurm: SKIPPED" >&2 && exit 0; exit $$status; }
-	@if test -L /etc/slurm/slurm.conf; then OMP_NUM_THREADS=1 pytest -n 3 -m slurm tests/slurm; status=$$?; \
+test-slurm: SLURM_TESTS := -n 3
+# A few minutes: two runs share a job, the table over them waits, and a cancelled run with a GPU goes on.
+test-slurm-quick: SLURM_TESTS := -k "share_a_job or cancelled"
+test-slurm test-slurm-quick: env
+	@tests/slurm/local_slurm start || { status=$$?; test $$status -eq 75 && echo "make $@: SKIPPED" >&2 && exit 0; exit $$status; }
+	@if test -L /etc/slurm/slurm.conf; then OMP_NUM_THREADS=1 pytest $(SLURM_TESTS) -m slurm tests/slurm; status=$$?; \
 	  tests/slurm/local_slurm stop; exit $$status; fi
 
 test-tracking: env

@@ -44,6 +44,7 @@ include: "rules/analysis.smk"
 include: "rules/tables.smk"
 include: "rules/report.smk"
 include: "rules/benchmark.smk"
+include: "rules/archive.smk"
 
 
 # A job's outputs are deleted before it starts, so finished runs of another config go aside first. Dry runs and the nested

@@ -14,7 +14,7 @@ from qkpipe.store.scan import scan
 from qkpipe.telemetry.schema import SCHEMA_VERSION
 from qkpipe.train.supersede import supersede_all
 
-OPTIONS = {"scale", "seeds", "study", "device_check"}
+OPTIONS = {"scale", "seeds", "study", "device_check", "archive"}
 
 
 def validated():
@@ -30,6 +30,8 @@ def validated():
     asked = config.get("device_check")
     if asked is not None and not Path(asked).is_file():
         raise BadInput(f"--config device_check={asked}: no such file; `make device-check` writes it on a machine with a GPU")
+    if "://" not in config.get("archive", "://"):
+        raise BadInput(f"--config archive={config['archive']}: must be an address, such as s3://bucket/folder")
     folder = Path(config.get("study", Path(workflow.basedir) / "workflow" / "config"))
     study = load_study(folder, config.get("scale"))
     for target in study.config.targets:
@@ -138,6 +140,7 @@ ANALYSES = {
     "sensitivity": ("sensitivity",),
 }
 ANALYSED = [PATHS.analysis(table) for tables in ANALYSES.values() for table in tables]
+ARCHIVE = config.get("archive", "").rstrip("/")
 MIRRORED = PATHS.results / "mlflow.mirrored"
 CLAIMS = STUDY.folder / "claims.yaml"
 # What judges the declared claims, the guard's threshold and the regime.

@@ -39,21 +39,23 @@ class Accident:
         self.config = folder / "config"
         self.config.mkdir(parents=True)
         body = yaml.safe_load((TINY / "study.yaml").read_text())
-        scale = body["scales"]["tiny"]
-        scale["train"] |= {"steps": 600, "telemetry_every": 50, "val_every": 300, "checkpoint_every": 20}
-        scale["resources"] |= {"gpus": 1, **resources}
+        tiny = body["scales"]["tiny"]
+        tiny["train"] |= {"steps": 600, "telemetry_every": 50, "val_every": 300, "checkpoint_every": 20}
+        tiny["resources"] |= {"gpus": 1, **resources}
         (self.config / "study.yaml").write_text(yaml.safe_dump(body))
         arms = {arm: {"description": arm, "attention": {"kind": "sdpa"}} for arm in ARMS}
         (self.config / "arms.yaml").write_text(yaml.safe_dump(arms))
         self.study = load_study(self.config)
         self.paths = StudyPaths("tiny", folder)
         if data is None:
-            prepare(self.study, self.paths)
+            scale = self.study.scale_config
+            prepare(self.study, self.paths, scale.corpus, scale.tokenizer)
         else:
             place = self.paths.results / "data"
             place.parent.mkdir(parents=True)
             place.symlink_to(data)
         (self.paths.results / "kernels.compiled").touch()  # torch's own attention needs none
+        self._submitted = []
 
     def record(self, arm="first"):
         return self.paths.run(arm, 0).record
@@ -61,12 +63,21 @@ class Accident:
     def scratch(self, arm="first"):
         return self.paths.scratch(self.study.resolve(arm, 0).run_id)
 
-    def submit(self, *options, arms=("first",), retries=0):
-        """`snakemake --profile slurm` for a run of each arm, as a process of its own group."""
-        wanted = [self.record(arm).relative_to(self.paths.root) for arm in arms]
-        return Submission(
-            self.paths.root, *wanted, "--config", f"study={self.config}", "--retries", retries, *options
-        )
+    def submit(self, *options, files=None, retries=0):
+        """`snakemake --profile slurm` for ``files``, by default the first arm's run, as a process of its own group."""
+        wanted = [path.relative_to(self.paths.root) for path in files or [self.record()]]
+        told = ["--config", f"study={self.config}", "seeds=[0]", "--retries", retries, *options]
+        self._submitted.append(Submission(self.paths.root, *wanted, *told))
+        return self._submitted[-1]
+
+    def close(self):
+        """End every Snakemake and every job that is left."""
+        for submission in self._submitted:
+            submission.kill()
+        for line in slurm("squeue", "-h", "-o", "%A %Z").splitlines():
+            job, folder = line.split(maxsplit=1)
+            if Path(folder) == self.paths.root:
+                slurm("scancel", job)
 
     def trained(self, arm="first"):
         """The process that trains the arm's run, once it has written a checkpoint."""
@@ -123,9 +134,16 @@ class Submission:
         """Wait for the end; returns the exit status."""
         return self.process.wait(timeout)
 
+    def interrupt(self):
+        """Ctrl-C, where it is still running: it cancels its jobs."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGINT)
+        self.process.wait(60)
+
     def kill(self):
         """End Snakemake without a word: the job lives on in Slurm."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 

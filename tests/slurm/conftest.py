@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm.accidents import Accident, slurm
+from slurm.accidents import Accident
 
 OURS = Path("/tmp/qkpipe-slurm/slurm.conf")
 
@@ -32,14 +32,12 @@ def unbroken(tmp_path_factory):
 @pytest.fixture
 def accident(tmp_path, unbroken):
     """Makes an :class:`Accident`; whatever it leaves running is ended."""
-    folders = []
+    made = []
 
     def make(**resources):
-        folders.append(tmp_path / f"study-{len(folders)}")
-        return Accident(folders[-1], unbroken.paths.results / "data", **resources)
+        made.append(Accident(tmp_path / f"study-{len(made)}", unbroken.paths.results / "data", **resources))
+        return made[-1]
 
     yield make
-    for line in slurm("squeue", "-h", "-o", "%A %Z").splitlines():
-        job, folder = line.split(maxsplit=1)
-        if Path(folder) in folders:
-            slurm("scancel", job)
+    for study in made:
+        study.close()

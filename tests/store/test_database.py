@@ -113,6 +113,11 @@ def test_bad_queries_are_one_line(built, sql, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_long_querys_progress_stays_out_of_the_answer(built):
+    """DuckDB writes its bar to standard output."""
+    assert _one(built, "SELECT current_setting('enable_progress_bar') AS shown") == {"shown": False}
+
+
 def test_query_without_a_database(tmp_path):
     with pytest.raises(BadInput, match="no such file"):
         database.query(tmp_path / "study.duckdb", "SELECT 1")

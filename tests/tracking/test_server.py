@@ -156,7 +156,6 @@ def test_sixteen_runs_at_once_lose_no_metric_though_the_server_stops(tracking, t
     assert missing(client, experiment, paths, study, keys) == {}
     assert mirror(paths, study, tracking, verify=True) == 0, "a second sync has nothing to do"
 
-    client.delete_experiment(experiment.experiment_id)
     client.rename_experiment(experiment.experiment_id, "gone")
     assert mirror(paths, study, tracking) == RUNS, "from Parquet alone"
     assert missing(client, client.get_experiment_by_name("qkpipe-tiny"), paths, study, keys) == {}

@@ -128,5 +128,5 @@ def test_a_hundred_million_rows_answer_in_seconds_and_bounded_memory(large, ques
         question, 100
     )
     seconds, kilobytes = answer.stderr.split()
-    assert float(seconds) < 60, "CPU seconds, over all cores"
+    assert float(seconds) < 30, "CPU seconds, over all cores"
     assert int(kilobytes) < 3e6

@@ -46,8 +46,9 @@ def test_a_run_of_an_unknown_arm_is_refused(tmp_path):
         ("scale=huge", ["study.yaml", "'huge'", "tiny"]),
         ("seeds=3", ["seeds=3", "seeds=[0,1,2]"]),
         ("seeds=[a]", ["'a'", "seeds=[0,1,2]"]),
-        ("sedes=[1]", ["sedes", "device_check, scale, seeds, study"]),
+        ("sedes=[1]", ["sedes", "archive, device_check, scale, seeds, study"]),
         ("device_check=nowhere.json", ["device_check=nowhere.json", "no such file", "make device-check"]),
+        ("archive=bucket", ["archive=bucket", "s3://bucket/folder"]),
         ("study=nowhere", ["nowhere", "no such file"]),
     ],
 )

@@ -109,6 +109,9 @@ def query(database: Path, sql: str) -> pa.Table:
         raise BadInput(f"{database}: no such file; it is built by the study's database step")
     try:
         with duckdb.connect(database, read_only=True, config={"memory_limit": QUERY_MEMORY}) as connection:
+            connection.execute(
+                "SET enable_progress_bar = false"
+            )  # it goes to standard output, into the answer
             result = connection.sql(sql)
             if result is None:
                 raise BadInput(f"sql: {sql!r} returns no table; give a query (SELECT ... or FROM ...)")
