@@ -18,7 +18,7 @@ TINY = ROOT / "tests" / "tiny"
 ARMS = ("first", "second")
 
 
-def wait_for(condition, what, seconds=150):
+def wait_for(condition, what, seconds=300):
     """The first true value of ``condition()``."""
     end = time.monotonic() + seconds
     while not (value := condition()):
@@ -130,7 +130,7 @@ class Submission:
         """The number of the first job, once it is submitted."""
         return wait_for(lambda: self.jobs, "a submission")[0]
 
-    def end(self, timeout=240):
+    def end(self, timeout=600):
         """Wait for the end; returns the exit status."""
         return self.process.wait(timeout)
 

@@ -12,7 +12,8 @@ from qkpipe.config import load_study
 from qkpipe.paths import StudyPaths
 from slurm.accidents import ARMS, TINY, Submission, slurm, wait_for
 
-pytestmark = pytest.mark.slurm
+# Seconds each on an idle machine, minutes on a busy one: most of it is interpreters starting.
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 
 
 def state(job):
@@ -20,7 +21,6 @@ def state(job):
     return dict(re.findall(r"(\w+)=(\S*)", slurm("scontrol", "show", "job", str(job))))
 
 
-@pytest.mark.timeout(2400)
 def test_the_core_study_is_three_jobs(tmp_path):
     """Eight runs in two jobs, then everything that reads them, some forty steps, in a third."""
     study, paths = load_study(TINY), StudyPaths("tiny", tmp_path)
