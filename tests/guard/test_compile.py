@@ -82,6 +82,30 @@ def test_compiled_whole_it_agrees_with_eager_and_settles(threshold):
         guard.detach()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("threshold", [1e6, 1.0], ids=["dormant", "firing"])
+def test_compiled_by_inductor(threshold):
+    """No graph break, nothing compiled once settled, and dormant the bits of the unguarded model compiled alike."""
+    counters = torch._dynamo.utils.counters
+    plain, eager, compiled = Model(), Model(), Model()
+    unguarded, _ = train(plain, torch.compile(plain, fullgraph=True), 3)
+    guards = [QKGuard(m, threshold=threshold) for m in (eager, compiled)]
+    counters.clear()
+    forward = torch.compile(compiled, fullgraph=True)
+    expected, seen = train(eager, eager, 3, guards[0])
+    found, seen_compiled = train(compiled, forward, 3, guards[1])
+    found = [gradient.clone() for gradient in found]
+    graphs = counters["stats"]["unique_graphs"]
+    train(compiled, forward, 4)
+    assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
+    assert [flags for _, *flags in seen_compiled] == [flags for _, *flags in seen]
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(expected, found, strict=True))
+    if threshold == 1e6:
+        assert all(equal_bits(a, b) for a, b in zip(unguarded, found, strict=True))
+    for guard in guards:
+        guard.detach()
+
+
 def test_attached_after_compiling():
     """Code compiled before would not look for the guard."""
     model = Model()

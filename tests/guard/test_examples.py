@@ -52,7 +52,13 @@ def test_flex():
 
 @pytest.mark.slow
 def test_hand_over():
-    """The gentler the hand-over, the smaller the jump."""
+    """At once the loss jumps, over some steps hardly; afterwards it is that of the unguarded model again."""
     unguarded, at_once, ten, fifty = lines("hand_over")
-    assert unguarded["worst"] < fifty["worst"] < ten["worst"] <= at_once["worst"]
-    assert at_once["first"] > at_once["before"]
+    jump = at_once["first"] - unguarded["first"]
+    assert jump > 0.01 and at_once["worst"] > unguarded["worst"] + jump / 2
+    for gradual in (ten, fifty):
+        assert abs(gradual["first"] - unguarded["first"]) < jump / 10
+        assert gradual["worst"] < unguarded["worst"] + jump / 10
+    for found in (at_once, ten, fifty):
+        assert found["max_logit"] <= 4 * (1 + 1e-5) < unguarded["max_logit"]
+        assert abs(found["last_10"] - unguarded["last_10"]) < jump / 2

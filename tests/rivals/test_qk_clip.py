@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from qkpipe.config.models import AttentionConfig, ModelConfig
 from qkpipe.errors import BadInput
-from qkpipe.guard import max_logit_per_head
+from qkpipe.guard import QKGuard, max_logit_per_head
 from qkpipe.model.transformer import Transformer
 from qkpipe.rivals.qk_clip import QKClip, QKProjections
 from tiny_training import equal_bits
@@ -147,9 +148,112 @@ def test_detached_it_is_not_there():
 
 def test_refused():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    with pytest.raises(BadInput, match="found no attention of this project in Linear"):
+    with pytest.raises(BadInput, match="found no attention to watch in Linear"):
         QKClip(nn.Linear(2, 2), optimizer)
     with pytest.raises(BadInput, match="normalises queries and keys"):
         QKClip(model(qk_norm="unit_rms"), optimizer)
     with pytest.raises(BadInput, match="threshold must be above 0, got 0"):
         QKClip([layer()], optimizer, threshold=0)
+
+
+class Theirs(nn.Module):
+    """Attention as others write it."""
+
+    def __init__(self, heads=4, kv_heads=4, fused=False):
+        super().__init__()
+        self.heads, self.kv_heads, self.fused = heads, kv_heads, fused
+        if fused:
+            self.c_attn = nn.Linear(16, 48)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (
+                nn.Linear(16, 4 * n) for n in (heads, kv_heads, kv_heads)
+            )
+
+    def qkv(self, x):
+        parts = (
+            self.c_attn(x).split(16, -1)
+            if self.fused
+            else [W(x) for W in (self.q_proj, self.k_proj, self.v_proj)]
+        )
+        return [part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in parts]
+
+    def forward(self, x):
+        q, k, v = self.qkv(x)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        return out.transpose(1, 2).flatten(2)
+
+
+def their_model(**options):
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Theirs(**options) for _ in range(2)))
+    with torch.no_grad():
+        for attention in layers:
+            (attention.c_attn if options.get("fused") else attention.q_proj).weight[:16].mul_(20)
+    return layers, torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_heads": 2}, {"fused": True}], ids=["apart", "grouped", "fused"])
+def test_another_model_is_sensed_without_being_told(options):
+    watched, x = their_model(**options)
+
+    def first_peaks():
+        q, k, _ = watched[0].qkv(x)
+        return max_logit_per_head(q, k, 0.5).detach()
+
+    before, values = first_peaks(), watched[0].qkv(x)[2].detach()
+    tau = float(before.median())
+    optimizer = torch.optim.SGD(watched.parameters(), lr=0.0)
+    clip = QKClip(watched, optimizer, threshold=tau)
+    watched(0.1 * x)  # two micro-batches: the larger maximum counts
+    watched(x).sum().backward()
+    with torch.no_grad():
+        watched.eval()(100 * x)
+        watched.train()
+    optimizer.step()
+    above = before > tau
+    assert above.any() and not above.all()
+    assert torch.allclose(first_peaks()[above], torch.tensor(tau), rtol=1e-5)
+    assert equal_bits(watched[0].qkv(x)[2].detach(), values)
+    assert "qk_guard" not in watched.state_dict()
+    clip.detach()
+
+
+def test_another_model_is_left_as_it_was():
+    watched, x = their_model()
+    optimizer = torch.optim.SGD(watched.parameters(), lr=0.0)
+    kernel = F.scaled_dot_product_attention
+    plain = watched(x)
+    clip = QKClip(watched, optimizer, threshold=1e-6)
+    assert equal_bits(watched(x), plain)
+    clip.detach()
+    assert F.scaled_dot_product_attention is kernel
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in watched.modules())
+    QKGuard(watched).detach()
+
+
+def test_another_model_whose_projections_are_unknown_is_refused():
+    watched, x = their_model()
+    optimizer = torch.optim.SGD(watched.parameters(), lr=0.0)
+    watched[0].q_norm, watched[1].q_norm = nn.Identity(), nn.LayerNorm(4)
+    QKClip(watched, optimizer)
+    watched(x).sum().backward()
+    with pytest.raises(BadInput, match="1 normalises queries and keys"):
+        optimizer.step()
+    assert not watched._forward_hooks, "taken off"
+
+
+def test_another_model_that_attends_by_itself_is_refused():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.k_proj = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.softmax(self.q_proj(x) @ self.k_proj(x).mT, -1) @ x
+
+    watched = Own()
+    optimizer = torch.optim.SGD(watched.parameters(), lr=0.0)
+    QKClip(watched, optimizer)
+    watched(torch.randn(2, 3, 4)).sum().backward()
+    with pytest.raises(BadInput, match="no attention in the model could be intercepted"):
+        optimizer.step()

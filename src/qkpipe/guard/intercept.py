@@ -54,6 +54,11 @@ def places(model: nn.Module) -> list[nn.Module]:
     ]
 
 
+def occupied(place: nn.Module) -> bool:
+    """Whether someone senses here already."""
+    return _SITE in place.__dict__
+
+
 def enter_scope(place: nn.Module, site: Site) -> list[Any]:
     """Kernels called in ``place``'s forward are ``site``'s. Returns handles that undo it."""
     place.__dict__[_SITE] = site

@@ -7,8 +7,9 @@
     sigma_reparam(model)                               # W -> (gamma / sigma(W)) W in every linear layer
     flex_attention(q, k, v, score_mod=SoftCap(50.0))   # logits through 50 tanh(S / 50)
 
-The clips act inside ``optimizer.step()``, need no other call, and keep what they remember in ``state_dict()``. Each follows its
-published definition, named in its docstring. QK-norm variants are modules: :mod:`qkpipe.model.qk_norm`.
+The clips act inside ``optimizer.step()``, need no other call, and keep what they remember in ``state_dict()``. On a model of
+someone else's QKClip senses by itself, as QKGuard does. Each follows its published definition, named in its docstring. QK-norm
+variants are modules: :mod:`qkpipe.model.qk_norm`.
 """
 
 from qkpipe.model.sigma_reparam import SigmaReparam, sigma_reparam
