@@ -123,6 +123,9 @@ FIGURES = {
     "contest": ("contest", "contest_roc"),
     "survival": ("survival",),
     "sensitivity": ("sensitivity",),
+    "repairs": ("repairs",),
+    "horizon": ("horizon", "horizon_curves"),
+    "remedies": ("remedies",),
 }
 # Analyses of `runs` and of the signals on the telemetry's clock, and the tables each writes.
 ANALYSES = {
@@ -134,10 +137,13 @@ ANALYSES = {
     "sweep": ("threshold_sweep", "threshold_transfer"),
     "capping": ("capping", "capping_curves"),
     "entropy": ("onsets", "onset_order", "entropy_heads"),
-    "law": ("law_runs", "law", "law_collapse", "same_mode", "prediction"),
+    "law": ("law_runs", "law", "law_collapse", "law_settings", "same_mode", "prediction"),
     "contest": ("contest", "contest_runs", "contest_roc"),
     "survival": ("survival",),
     "sensitivity": ("sensitivity",),
+    "repairs": ("repairs",),
+    "horizon": ("horizon", "horizon_curves"),
+    "remedies": ("remedies",),
 }
 ANALYSED = [PATHS.analysis(table) for tables in ANALYSES.values() for table in tables]
 ARCHIVE = config.get("archive", "").rstrip("/")

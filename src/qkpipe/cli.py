@@ -18,6 +18,7 @@ from qkpipe.errors import BadInput
 ANALYSES = (
     "contrasts", "dissociation", "probe", "guard", "claims", "threshold", "regime", "signals", "residual", "isolation",
     "generality", "entry", "loci", "sweep", "capping", "entropy", "law", "contest", "survival", "sensitivity",
+    "repairs", "horizon", "remedies",
 )  # fmt: skip
 """Modules of :mod:`qkpipe.analysis` with ``build(paths, study)``; they read what ``qkpipe runs`` wrote."""
 

@@ -20,15 +20,20 @@ SCHEMAS = {
     "entropy": {"onsets": "ONSETS", "onset_order": "ONSET_ORDER", "entropy_heads": "ENTROPY_HEADS"},
     "law": {
         **{"law_runs": "LAW_RUNS", "law": "LAW", "law_collapse": "LAW_COLLAPSE"},
+        **{"law_settings": "LAW_SETTINGS"},
         **{"same_mode": "SAME_MODE", "prediction": "PREDICTION"},
     },
     "contest": {"contest": "CONTEST", "contest_runs": "CONTEST_RUNS", "contest_roc": "CONTEST_ROC"},
     "survival": {"survival": "SURVIVAL"},
     "sensitivity": {"sensitivity": "SENSITIVITY"},
+    "remedies": {"remedies": "REMEDIES"},
+    "repairs": {"repairs": "REPAIRS"},
+    "horizon": {"horizon": "HORIZON", "horizon_curves": "HORIZON_CURVES"},
 }
 FILLED = {
     *("residual", "isolation", "factorial", "loci", "threshold_sweep", "capping", "capping_curves", "onsets"),
     *("onset_order", "entropy_heads", "law_runs", "same_mode", "contest_runs", "survival", "sensitivity"),
+    "remedies",
 }
 
 

@@ -65,6 +65,23 @@ def test_the_earlier_monitor_wins_and_tells_a_fault_from_a_hot_run(scored):
     assert by["max_logit"]["auc_value"] == 1.0
 
 
+def test_a_drifting_run_is_hot_and_does_not_collapse(scored):
+    assert set(scored.loc[scored["drifting"], "arm"]) == {"hot"}
+    by = {row["monitor"]: row for row in contest.contest(scored)}
+    assert (by["residual_r"]["drifting_k"], by["residual_r"]["drifting_n"]) == (0, 3)
+    assert (by["max_logit"]["drifting_k"], by["max_logit"]["drifting_high"]) == (3, 1.0)
+
+
+def test_a_hot_run_that_collapses_does_not_drift(scored):
+    runs = scored.drop_duplicates("run_id").assign(collapsed=True)
+    looks = pd.DataFrame({"run_id": runs["run_id"], "max_logit": 100.0})
+    looks.loc[runs["kind"].to_numpy() == "threshold", "max_logit"] = 10.0
+    assert contest.drifters(runs, looks) == set()
+    assert contest.drifters(runs.assign(collapsed=False), looks) == set(
+        runs.loc[runs["kind"].isin(["healthy", "stressed"]), "run_id"]
+    )
+
+
 def test_the_roc_goes_from_corner_to_corner(scored):
     points = [row for row in contest.roc(scored) if row["monitor"] == "max_logit"]
     assert [(p["false_alarm_rate"], p["detection_rate"]) for p in (points[0], points[-1])] == [(0, 0), (1, 1)]

@@ -77,6 +77,31 @@ def test_too_few_collapses_give_no_law():
     assert law.fit_law(few) is None and law.describe(None, few) == [] and law.collapse_onto_r(few) == []
 
 
+def test_the_settings_instead_of_r():
+    """bits stand for log r here, which falls by about 1.14 a bit and more at the end: the worse of two models."""
+    chosen = planted(gain_effect=0.6)
+    fit = law.fit_settings(chosen)
+    rows = {row["term"]: row for row in law.describe(fit, chosen)}
+    assert list(rows) == ["bits", "log_gain", "log_lr", "intercept"]  # neither tile nor rounding mode varies
+    assert rows["log_gain"]["low"] < 0.6 / np.log(8) < rows["log_gain"]["high"]
+    assert rows["log_lr"]["estimate"] == pytest.approx(-1.5, abs=0.2) and rows["bits"]["low"] > 0
+    exact = planted()
+    assert law.fit_law(exact).aic < law.fit_settings(exact).aic
+    one = chosen[(chosen["bits"] == 2) & (chosen["attention_gain"] == 1)]
+    assert law.fit_settings(one) is None
+
+
+def test_of_runs_that_differ_in_their_horizon_the_longest_counts():
+    long = {"steps_planned": 6000, "steps_done": 6000, "tokens": 6000}
+    runs = make_runs(
+        *({"arm": "faulty", "seed": seed, "bits": 2, "tokens": 600} for seed in (1, 2)),
+        {"arm": "long", "seed": 1, "bits": 2, **long},
+        {"arm": "m3", "seed": 1, "bits": 3, "tokens": 600},
+        {"arm": "batch", "seed": 1, "bits": 2, "tokens": 1200},
+    )
+    assert list(law.longest(runs)["run_id"]) == ["faulty/2", "long/1", "m3/1", "batch/1"]
+
+
 def test_first_head_at_the_onset():
     heads = pd.DataFrame(
         {

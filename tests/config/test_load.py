@@ -65,6 +65,24 @@ def test_a_target_is_arms_times_seeds_and_seeds_can_be_replaced():
     assert len(tiny.requested("all")) == 4 * 3
 
 
+def test_headline_arms_get_every_seed_of_the_role(study, tmp_path):
+    def target(**changes):
+        folder = tmp_path / "headline"
+        folder.mkdir(exist_ok=True)
+        known = yaml.safe_load((TINY / "study.yaml").read_text())
+        known["targets"]["core"] |= changes
+        (folder / "study.yaml").write_text(yaml.safe_dump(known))
+        (folder / "arms.yaml").write_text((TINY / "arms.yaml").read_text())
+        return load_study(folder)
+
+    found = target(headline=["faulty"])
+    assert [key.seed for key in found.requested("core") if key.arm == "faulty"] == [0, 1, 2]
+    assert [key.seed for key in found.requested("core") if key.arm == "fp32"] == [0, 1]
+    assert {key.seed for key in found.requested("core", iter([7]))} == {7}
+    with pytest.raises(BadInput, match=r"targets\.core\.headline: unknown name 'falty'"):
+        target(headline=["falty"])
+
+
 def test_a_role_holds_only_for_its_arms():
     real = load_study()
     healthy = next(iter(real.config.roles["calibration"].arms))

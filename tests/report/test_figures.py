@@ -9,8 +9,10 @@ from qkpipe.report import figures
 from qkpipe.store import database
 from report.conftest import ANALYSES
 
-EMPTY = {"entry", "contest"}
-"""Their tables are empty for the synthetic study: no fault outside attention, no second set of healthy runs."""
+EMPTY = {"entry", "contest", "repairs", "horizon"}
+"""Their tables are empty for the synthetic study: no fault outside attention, no second set of healthy runs, no repair, no
+long run.
+"""
 
 
 def test_every_figure_is_svg_and_png_without_dates(drawn):

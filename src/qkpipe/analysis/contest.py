@@ -29,6 +29,7 @@ from qkpipe.analysis.frames import (
     stressed,
     study_runs,
     uncorrected,
+    usual,
     write_frame,
 )
 from qkpipe.analysis.signals import by_run
@@ -55,7 +56,7 @@ MONITORS = {
 }
 """Column of ``signals`` -> the side on which it alarms."""
 
-SHARES = ("false_alarms", "detected", "stressed")
+SHARES = ("false_alarms", "detected", "stressed", "drifting")
 
 CONTEST = pa.schema(
     [
@@ -74,7 +75,8 @@ CONTEST = pa.schema(
     ]
 )
 """One row a monitor and setting. ``false_alarms``: k of n other healthy runs; ``detected``: doomed runs that alarm before
-their collapse; ``stressed``: runs of generic stressors, without any numerical error, that alarm (exact intervals).
+their collapse; ``stressed``: runs of generic stressors, without any numerical error, that alarm; ``drifting``: healthy and
+stressed runs that do not collapse, though their logits pass those of every run that made a threshold (exact intervals).
 ``lead``: steps from the alarm to the collapse over doomed runs, 0 where there was none in time; its interval, like the
 areas', is a bootstrap over seeds. ``auc``: doomed against other healthy runs by peak; ``auc_early``: by the peak within
 twice the warm-up; ``auc_stressor``: doomed against stressed runs. ``rank`` by median lead among the monitors of the setting
@@ -89,6 +91,7 @@ CONTEST_RUNS = pa.schema(
         ),
         *((name, pa.int64()) for name in ("seed", "alarm_step", "collapse_step", "lead_steps")),
         *((name, pa.float64()) for name in ("score", "score_early", "threshold")),
+        ("drifting", pa.bool_()),
     ]
 )
 """One row a run and monitor; ``kind``: ``threshold`` (healthy, made it), ``healthy`` (the others), ``doomed``,
@@ -106,7 +109,8 @@ CONTEST_ROC = pa.schema(
 
 def build(paths: StudyPaths, study: Study) -> list[Path]:
     """Write ``contest``, ``contest_runs``, ``contest_roc`` from ``runs`` and ``signals``; returns the files."""
-    scored = score(study_runs(paths), read_frame(paths, "signals"))
+    runs = usual(study_runs(paths), "steps_planned", "tokenizer")
+    scored = score(runs, read_frame(paths, "signals"))
     return [
         write_frame(paths.analysis("contest"), contest(scored), CONTEST),
         write_frame(paths.analysis("contest_runs"), scored, CONTEST_RUNS),
@@ -134,6 +138,7 @@ def score(runs: pd.DataFrame, signals: pd.DataFrame) -> pd.DataFrame:
     for _, setting in looks.groupby(list(SETTING), sort=False):
         ends = setting["collapse_step"].astype(float)
         before = setting[~((setting["kind"] == "doomed") & (setting["step"] >= ends))]
+        drifting = drifters(runs, before)
         for monitor, side in MONITORS.items():
             values = side * before[monitor]
             known = before.assign(value=values).dropna(subset=["value"])
@@ -142,7 +147,7 @@ def score(runs: pd.DataFrame, signals: pd.DataFrame) -> pd.DataFrame:
             peaks = known.groupby("run_id")["value"].max()
             early = known[known["step"] <= 2 * known["warmup"]].groupby("run_id")["value"].max()
             rows = runs[runs["run_id"].isin(peaks.index)].copy()
-            rows["monitor"] = monitor
+            rows["monitor"], rows["drifting"] = monitor, rows["run_id"].isin(drifting)
             rows["score"], rows["score_early"] = rows["run_id"].map(peaks), rows["run_id"].map(early)
             limit = threshold(rows.loc[rows["kind"] == "threshold", "score"])
             alarms = known[known["value"] > limit].groupby("run_id")["step"].min()
@@ -150,6 +155,14 @@ def score(runs: pd.DataFrame, signals: pd.DataFrame) -> pd.DataFrame:
             rows["lead_steps"] = rows["collapse_step"].astype(float) - rows["alarm_step"]
             frames.append(rows)
     return pd.concat(frames) if frames else pd.DataFrame(columns=CONTEST_RUNS.names)
+
+
+def drifters(runs: pd.DataFrame, looks: pd.DataFrame) -> set[str]:
+    """Runs without a numerical error and without a collapse whose logits pass those of every run that made a threshold."""
+    peaks = runs["run_id"].map(looks.groupby("run_id")["max_logit"].max())
+    limit = peaks[runs["kind"] == "threshold"].max()
+    calm = runs["kind"].isin(["healthy", "stressed"]) & ~runs["collapsed"].astype(bool)
+    return set(runs.loc[calm & (peaks > limit), "run_id"])
 
 
 def threshold(peaks: pd.Series) -> float:
@@ -192,6 +205,7 @@ def _row(monitor: str, runs: pd.DataFrame) -> dict[str, Any]:
         "false_alarms": calm["alarm_step"].notna(),
         "detected": in_time,
         "stressed": hot["alarm_step"].notna(),
+        "drifting": runs.loc[runs["drifting"], "alarm_step"].notna(),
     }
     for share, hits in counts.items():
         low, high = clopper_pearson(int(hits.sum()), len(hits))

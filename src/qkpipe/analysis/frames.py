@@ -59,6 +59,14 @@ def write_frame(path: Path, frame: pd.DataFrame | Iterable[dict[str, Any]], sche
     return path
 
 
+def usual(runs: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """Runs that have in these columns what most arms have: the study's own horizon, optimizer, ..."""
+    arms = runs.drop_duplicates("arm")
+    for column in columns:
+        runs = runs[runs[column] == (arms[column].mode().iloc[0] if len(arms) else None)]
+    return runs
+
+
 def uncorrected(runs: pd.DataFrame) -> pd.Series:
     """Nothing acts against a collapse; a probe that only observes does not."""
     return (runs["correction"] == NONE) & (runs["probe_action"].isna() | (runs["probe_action"] == "observe"))

@@ -19,6 +19,7 @@ from qkpipe.analysis.frames import (
     spread,
     spread_columns,
     study_runs,
+    usual,
     write_frame,
 )
 from qkpipe.analysis.residual import doses
@@ -63,13 +64,12 @@ def build(paths: StudyPaths, study: Study) -> list[Path]:
 
 def isolate(runs: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows of the table; ``runs`` carries the column ``dose``."""
+    runs = usual(runs, "model", "optimizer", "steps_planned")
     shown = runs[
         (runs["attention"] == "streaming")
         & (runs["fault"] == NONE)
         & runs["correction"].isin([NONE, "repair"])
         & runs["probe_action"].isna()
-        & (runs["model"] == _usual(runs, "model"))
-        & (runs["optimizer"] == _usual(runs, "optimizer"))
     ]
     rows = [_row(group) for _, group in shown.groupby(list(KEY), sort=False, dropna=False)]
     order = {question: i for i, question in enumerate(("clean", "makes", "repairs", "dose", "repair"))}
@@ -106,8 +106,3 @@ def _row(runs: pd.DataFrame) -> dict[str, Any]:
         | spread(runs["final_val_loss"], "final_val_loss")
         | spread(runs["dose"], "residual")
     )
-
-
-def _usual(runs: pd.DataFrame, column: str) -> str | None:
-    """The value most arms share: the study's own model and optimizer."""
-    return None if runs.empty else runs.drop_duplicates("arm")[column].mode().iloc[0]

@@ -10,6 +10,9 @@ finite.
 rounding mode adds anything: each is added to the law in turn, and twice the gain in log-likelihood is held against
 chi-square. One rejection refutes the simple version.
 
+*Without r*: the same model on the settings themselves (mantissa bits, log gain, log tile, rounding mode) shows what each is
+worth where r is not asked, and whether r, one number, does better than all of them.
+
 *Same mode?* A law that joins doses is only meaningful if they fail alike: by dose, the order of events, the head whose
 logits grew first, and which corrections rescue.
 
@@ -41,7 +44,7 @@ from qkpipe.config import Study
 from qkpipe.paths import StudyPaths
 from qkpipe.store.parquet import read_runs
 
-OUTPUTS = ("law_runs", "law", "law_collapse", "same_mode", "prediction")
+OUTPUTS = ("law_runs", "law", "law_collapse", "law_settings", "same_mode", "prediction")
 
 PENALTY = 1e-4
 FEWEST = 5
@@ -92,6 +95,11 @@ LAW_COLLAPSE = pa.schema(
 )
 """What a family of settings adds to the law: likelihood-ratio statistic, its degrees of freedom, p, and the fall of AIC
 (above 0: the family tells something that r does not).
+"""
+
+LAW_SETTINGS = LAW
+"""The same columns for the model on settings instead of r: ``bits``, ``log_gain``, ``log_tile``, ``rounding_<mode>`` (against
+the first mode by name) and ``log_lr``; those that vary. Of the two models, the one with the lower ``aic`` tells more.
 """
 
 SAME_MODE = pa.schema(
@@ -164,6 +172,7 @@ def build(paths: StudyPaths, study: Study) -> list[Path]:
         write_frame(paths.analysis("law_runs"), chosen, LAW_RUNS),
         write_frame(paths.analysis("law"), describe(fit, chosen), LAW),
         write_frame(paths.analysis("law_collapse"), collapse_onto_r(chosen), LAW_COLLAPSE),
+        write_frame(paths.analysis("law_settings"), describe(fit_settings(chosen), chosen), LAW_SETTINGS),
         write_frame(paths.analysis("same_mode"), same_mode(paths, study, signals, chosen), SAME_MODE),
         write_frame(paths.analysis("prediction"), predict(fit, chosen), PREDICTION),
     ]
@@ -181,7 +190,7 @@ def law_runs(runs: pd.DataFrame, signals: pd.DataFrame) -> pd.DataFrame:
         & runs["correction"].isin([NONE, "repair"])
         & runs["probe_action"].isna()
     ].copy()
-    shown = shown.merge(doses(shown, signals)[["run_id", "dose"]], on="run_id")
+    shown = longest(shown).merge(doses(shown, signals)[["run_id", "dose"]], on="run_id")
     shown["duration"] = durations(shown)
     shown = shown[shown["dose"] > 0]
     if len(shown):
@@ -190,18 +199,51 @@ def law_runs(runs: pd.DataFrame, signals: pd.DataFrame) -> pd.DataFrame:
     return shown
 
 
+def longest(runs: pd.DataFrame) -> pd.DataFrame:
+    """Of runs that differ in their horizon alone, the longest: the others are its beginning, and would count twice."""
+    alike = [
+        "seed",
+        "source",
+        "quantities",
+        "bits",
+        "rounding",
+        "attention_gain",
+        "tile",
+        "intervention",
+        "repair",
+    ]
+    alike += ["model", "optimizer", "tokenizer", "lr", "warmup"]
+    tokens_a_step = runs["tokens"].astype(float) / runs["steps_done"]
+    ordered = runs.assign(tokens_a_step=tokens_a_step).sort_values("steps_planned", kind="stable")
+    return runs.loc[ordered.drop_duplicates([*alike, "tokens_a_step"], keep="last").index].sort_index()
+
+
 def fit_law(runs: pd.DataFrame, extra: pd.DataFrame | None = None) -> Fit | None:
-    """The law, with ``extra`` covariates beside r (columns, by row of ``runs``); None where there are too few
-    collapses, or where the likelihood has no maximum."""
+    """The law, with ``extra`` covariates beside r (columns, by row of ``runs``); None where r does not vary."""
     terms = tuple(name for name in ("log_r", "log_lr") if runs[name].nunique() > 1)
     frame = runs if extra is None else pd.concat([runs, extra], axis=1)
     terms += tuple(extra.columns) if extra is not None else ()
-    seeds = tuple(f"seed {seed}" for seed in sorted(set(runs["seed"])))
-    collapsed = int(runs["collapsed"].sum())
-    if collapsed < max(FEWEST, len(terms) + 2) or "log_r" not in terms:
+    return fit_terms(frame, terms) if "log_r" in terms else None
+
+
+def fit_settings(runs: pd.DataFrame) -> Fit | None:
+    """The same model on the settings that vary, instead of r; None where none does."""
+    modes = pd.get_dummies(runs["rounding"].map(_level), prefix="rounding", drop_first=True, dtype=float)
+    frame = runs.assign(log_gain=np.log(runs["attention_gain"]), log_tile=np.log(runs["tile"].astype(float)))
+    frame = pd.concat([frame, modes], axis=1)
+    names = ("bits", "log_gain", "log_tile", *modes.columns, "log_lr")
+    terms = tuple(name for name in names if frame[name].nunique() > 1)
+    return fit_terms(frame, terms) if set(terms) - {"log_lr"} else None
+
+
+def fit_terms(frame: pd.DataFrame, terms: tuple[str, ...]) -> Fit | None:
+    """The model on these columns; None where there are too few collapses, or where the likelihood has no maximum."""
+    seeds = tuple(f"seed {seed}" for seed in sorted(set(frame["seed"])))
+    collapsed = int(frame["collapsed"].sum())
+    if collapsed < max(FEWEST, len(terms) + 2):
         return None
     design = _design(frame, terms, seeds)
-    data = design.assign(duration=runs["duration"], collapsed=runs["collapsed"].astype(int))
+    data = design.assign(duration=frame["duration"], collapsed=frame["collapsed"].astype(int))
     fitter = LogNormalAFTFitter(alpha=1 - LEVEL, penalizer=PENALTY, fit_intercept=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of small samples; what it finds is shown with its interval
@@ -214,7 +256,7 @@ def fit_law(runs: pd.DataFrame, extra: pd.DataFrame | None = None) -> Fit | None
     covariance = fitter.variance_matrix_.xs("mu_", level=0).xs("mu_", level=0, axis=1).loc[names, names]
     sigma = float(np.exp(fitter.params_.xs("sigma_").iloc[0]))
     return Fit(
-        terms, seeds, coefficients, covariance, sigma, float(fitter.log_likelihood_), len(runs), collapsed
+        terms, seeds, coefficients, covariance, sigma, float(fitter.log_likelihood_), len(frame), collapsed
     )
 
 

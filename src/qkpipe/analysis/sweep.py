@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from qkpipe.analysis.frames import doomed, healthy, read_frame, study_runs, write_frame
+from qkpipe.analysis.frames import doomed, healthy, read_frame, study_runs, usual, write_frame
 from qkpipe.analysis.statistics import clopper_pearson
 from qkpipe.config import Study
 from qkpipe.config.models import PAPER_TAU
@@ -53,15 +53,20 @@ TRANSFER = pa.schema(
         *RATES,
     ]
 )
-"""One row an architecture: the largest logit of the healthy runs of every *other* architecture as its threshold."""
+"""One row an architecture: the largest logit of the healthy runs of every *other* architecture as its threshold, all
+trained by the study's own optimizer.
+"""
 
 
 def build(paths: StudyPaths, study: Study) -> list[Path]:
     """Write ``threshold_sweep`` and ``threshold_transfer`` from ``runs`` and ``signals``; returns the files."""
-    runs, signals = study_runs(paths), read_frame(paths, "signals")
+    runs = usual(study_runs(paths), "steps_planned", "tokenizer")
+    signals = read_frame(paths, "signals")
     return [
         write_frame(paths.analysis("threshold_sweep"), sweep(runs, signals, study.tau), SWEEP),
-        write_frame(paths.analysis("threshold_transfer"), transfer(runs, signals), TRANSFER),
+        write_frame(
+            paths.analysis("threshold_transfer"), transfer(usual(runs, "optimizer"), signals), TRANSFER
+        ),
     ]
 
 

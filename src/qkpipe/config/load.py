@@ -122,14 +122,20 @@ class Study:
         return "extra"
 
     def requested(self, target: str, seeds: Iterable[int] | None = None) -> list[RunKey]:
-        """Runs of a target, arm by arm; ``seeds`` replaces the declared seeds."""
+        """Runs of a target, arm by arm; ``seeds`` replaces the declared seeds, those of its headline arms included."""
         target_config = self.config.targets[
             _known(target, self.config.targets, self.folder / "study.yaml", "targets")
         ]
         arms = self._matching(target_config.arms)
-        declared = self.config.roles[target_config.role].seeds[: target_config.n_seeds]
-        chosen = list(dict.fromkeys(declared if seeds is None else seeds))
-        return [RunKey(arm, seed) for arm in arms for seed in chosen]
+        headline = set(self._matching(target_config.headline))
+        declared = self.config.roles[target_config.role].seeds
+        first = declared[: target_config.n_seeds]
+        given = None if seeds is None else list(seeds)
+        return [
+            RunKey(arm, seed)
+            for arm in arms
+            for seed in dict.fromkeys((declared if arm in headline else first) if given is None else given)
+        ]
 
     @property
     def tau(self) -> float:
@@ -186,9 +192,10 @@ class Study:
                 _known(arm.same_as, self.runnable, arms, f"{name}.same_as")
         for name, target in self.config.targets.items():
             _known(target.role, self.config.roles, study, f"targets.{name}.role")
-            for pattern in target.arms:
-                if not self._matching([pattern]):
-                    _known(pattern, self.runnable, study, f"targets.{name}.arms")
+            for key in ("arms", "headline"):
+                for pattern in getattr(target, key):
+                    if not self._matching([pattern]):
+                        _known(pattern, self.runnable, study, f"targets.{name}.{key}")
         for name, role in self.config.roles.items():
             for arm_name in role.arms or ():
                 _known(arm_name, self.runnable, study, f"roles.{name}.arms")

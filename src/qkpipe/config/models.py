@@ -321,7 +321,13 @@ class OptimizerConfig(Frozen):
     final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
 
     def label(self) -> str:
-        return f"{self.name}-lr{self.lr:g}"
+        """Tells apart what changes an optimizer's step."""
+        own = ("momentum",) if self.name == "sgd" else ("beta1", "beta2", "eps")
+        fields = type(self).model_fields
+        changed = (name for name in (*own, "weight_decay") if getattr(self, name) != fields[name].default)
+        return "-".join(
+            [self.name, f"lr{self.lr:g}", *(f"{name}{getattr(self, name):g}" for name in changed)]
+        )
 
 
 class TrainConfig(Frozen):
@@ -419,7 +425,8 @@ class RoleConfig(Frozen):
 
 
 class TargetConfig(Frozen):
-    """What ``snakemake <target>`` runs: arms by name or pattern, the first ``n_seeds`` seeds of a role.
+    """What ``snakemake <target>`` runs: arms by name or pattern, the first ``n_seeds`` seeds of a role. ``headline``: those of
+    the arms that get every seed of the role.
 
     ``*`` matches no dot: ``"*"`` is the study's arms, ``"*.*"`` the arms of candidate regimes, called ``<regime>.<arm>``.
     """
@@ -427,6 +434,7 @@ class TargetConfig(Frozen):
     arms: list[str]
     role: SeedRole
     n_seeds: Annotated[int, Field(ge=1)] | None = None
+    headline: list[str] = []
 
 
 PAPER_TAU = 30.0

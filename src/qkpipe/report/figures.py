@@ -17,10 +17,13 @@ from qkpipe.report import (
     entry,
     generality,
     guard,
+    horizon,
     isolation,
     loci,
     probe,
     probe_controls,
+    remedies,
+    repairs,
     residual,
     sensitivity,
     style,
@@ -30,7 +33,8 @@ from qkpipe.report import (
 
 _MODULES = (
     dissociation, probe, guard, isolation, generality, entry, probe_controls, loci, sweep, capping, entropy, residual,
-    contest, survival, sensitivity,
+    contest, survival, sensitivity, repairs, horizon,
+    remedies,
 )  # fmt: skip
 FIGURES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 

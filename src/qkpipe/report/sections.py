@@ -390,6 +390,7 @@ RESIDUAL = Section(
                 between("estimate", "low", "high", "estimate"),
                 value("p_value", "p"),
                 value("sigma"),
+                value("aic", "AIC"),
                 whole("n", "runs"),
                 whole("collapsed"),
                 whole("seeds"),
@@ -411,6 +412,22 @@ RESIDUAL = Section(
             ),
             "SELECT beside_r, levels, statistic, degrees, p_value, aic_gain FROM law_collapse",
             "Nothing beside r varies among these runs, or there is no law.",
+        ),
+        Table(
+            "law_settings",
+            "Settings instead of r",
+            (
+                text("term"),
+                between("estimate", "low", "high", "estimate"),
+                value("p_value", "p"),
+                value("sigma"),
+                value("aic", "AIC"),
+                whole("n", "runs"),
+                whole("collapsed"),
+                text("seed_roles", "roles"),
+            ),
+            "SELECT term, estimate, low, high, p_value, aic, n FROM law_settings",
+            "Too few collapses to fit the settings that vary.",
         ),
         Table(
             "same_mode",
@@ -454,6 +471,7 @@ MONITORS = Section(
     "Who warns earliest at the same rate of false alarms? Thresholds come from healthy tuning and calibration runs "
     "alone, at a nominal 10%; false alarms are counted on other healthy runs. Stressed runs carry no numerical error: "
     "a monitor that does not fire there, or scores faults above them, can tell a numerical fault from a hot run. "
+    "Drifting runs carry none either and do not collapse, though their logits pass those of every threshold run. "
     "Leads and areas carry bootstrap intervals over seeds.",
     (
         Table(
@@ -477,6 +495,7 @@ MONITORS = Section(
                 between("auc_value", "auc_low", "auc_high", "AUC"),
                 between("auc_early_value", "auc_early_low", "auc_early_high", "early AUC"),
                 share("stressed_k", "stressed_n", "stressed_low", "stressed_high", "fires under stress"),
+                share("drifting_k", "drifting_n", "drifting_low", "drifting_high", "fires under drift"),
                 between("auc_stressor_value", "auc_stressor_low", "auc_stressor_high", "AUC over stressors"),
             ),
             "SELECT monitor, rank, threshold, false_alarms_k, false_alarms_n, detected_k, detected_n, lead_median FROM contest",
@@ -511,4 +530,114 @@ ROBUSTNESS = Section(
     ("survival", "sensitivity"),
 )
 
-SECTIONS = (ISOLATION, FACTORIAL, ENTRY, PROBE, LOCI, CAPPING, ENTROPY, RESIDUAL, MONITORS, ROBUSTNESS)
+REPAIRS = Section(
+    "repairs",
+    "Repairs by precision",
+    "Every repair at the source against the same arm without it, seed by seed. Rescued are the seeds that collapse "
+    "without it and do not with it, of those at stake, with the exact 95% interval of the share.",
+    (
+        Table(
+            "repairs",
+            "Table 4, by precision",
+            (
+                text("precision"),
+                text("repair"),
+                value("lr", "learning rate"),
+                COLLAPSED,
+                share("rescued", "at_stake", "rescued_low", "rescued_high", "rescued"),
+                whole("harmed"),
+                median("log_residual_ratio", "log r over unrepaired"),
+                median("log_sigma_ratio", "log σ(W_Q) over unrepaired"),
+                median("loss_over_twin", "loss over twin"),
+                SEEDS,
+            ),
+            "SELECT precision, repair, rescued, at_stake, rescued_low, rescued_high FROM repairs",
+            "No run with a repair at the source beside the same run without it.",
+        ),
+    ),
+    ("repairs",),
+)
+
+REMEDIES = Section(
+    "remedies",
+    "Contest of remedies",
+    "Every remedy against the fault that most were run with, and on the healthy twin: does it contain the collapse, how "
+    "often does it act without cause, what does it cost in loss and in time?",
+    (
+        Table(
+            "remedies",
+            "Remedies",
+            (
+                text("remedy"),
+                COLLAPSED,
+                share("rescued", "at_stake", "rescued_low", "rescued_high", "rescued"),
+                median("loss_over_twin", "loss over twin"),
+                median("lead", "lead, steps"),
+                share(
+                    "healthy_fired",
+                    "healthy_n",
+                    "healthy_fired_low",
+                    "healthy_fired_high",
+                    "acts on healthy runs",
+                ),
+                median("healthy_loss_over_twin", "healthy loss over twin"),
+                median("cost", "time of a step, ratio"),
+                SEEDS,
+            ),
+            "SELECT remedy, rescued, at_stake, healthy_fired, healthy_n, cost_median FROM remedies",
+            "No run in which a remedy acts against a fault.",
+        ),
+    ),
+    ("remedies",),
+)
+
+HORIZON = Section(
+    "horizon",
+    "Long horizon",
+    "Arms that are trained for more steps than the others. Late collapses are those that the study's own horizon would "
+    "have missed. Always-on is the arm of the same source and horizon with QK normalisation from the first step.",
+    (
+        Table(
+            "horizon",
+            "Long horizon",
+            (
+                text("arm"),
+                text("correction"),
+                whole("steps_planned", "steps"),
+                COLLAPSED,
+                of("short_collapsed", "short_n", "within the study's horizon"),
+                whole("late"),
+                whole("fired"),
+                median("loss_over_twin", "loss over twin"),
+                between(
+                    "loss_over_always_on_median",
+                    "loss_over_always_on_low",
+                    "loss_over_always_on_high",
+                    "over always-on",
+                ),
+                median("final_sigma_q", "σ(W_Q)"),
+                median("peak_logit", "max logit"),
+                SEEDS,
+            ),
+            "SELECT arm, correction, collapsed, n, late, loss_over_twin_median FROM horizon",
+            "No run longer than the study's own horizon.",
+        ),
+    ),
+    ("horizon",),
+)
+
+SECTIONS = (
+    ISOLATION,
+    FACTORIAL,
+    ENTRY,
+    PROBE,
+    LOCI,
+    REMEDIES,
+    REPAIRS,
+    HORIZON,
+    CAPPING,
+    ENTROPY,
+    RESIDUAL,
+    MONITORS,
+    ROBUSTNESS,
+)

@@ -17,6 +17,12 @@ ASSUMED_FLOPS = {"cpu": 1.8e10, "cuda": 2.0e14}
 """Sustained FLOP/s of one CPU thread (12,500 tokens a second at scale micro, two runs at a time) and of one data-centre GPU
 (stated, not measured); used only until a run has been timed."""
 
+START_S = 4.0
+"""Seconds from a job's start to its first step: imports, kernels from their cache, data (scale micro, two runs at a time)."""
+
+CLEAN_PASSES = ("splice", "fault_only")
+"""Kinds of intervention that make every step a second forward and backward."""
+
 _COST = "{:<14} {:<12} {:>6} {:>8} {:>12} {:>13}  {}"
 
 
@@ -58,32 +64,41 @@ def status(study: Study, paths: StudyPaths, seeds: Iterable[int] | None = None) 
 
 
 def flops_per_token(run: RunConfig) -> float:
-    """Training FLOP a token, forward and backward: 6 a weight of a matrix product, and causal attention."""
+    """Training FLOP a token, forward and backward: 6 a weight of a matrix product, and causal attention; twice that where a
+    clean pass goes beside the faulty one.
+    """
     model = run.model
     attention = model.d_model**2 * 2 * (1 + model.kv_heads / model.n_heads)
     mlp = (3 if model.mlp == "swiglu" else 2) * model.d_model * model.d_hidden
     weights = model.n_layers * (attention + mlp) + run.tokenizer.vocab_size * model.d_model
-    return 6 * weights + 6 * model.n_layers * model.context * model.d_model
+    passes = 1 + any(action.kind in CLEAN_PASSES for action in run.interventions)
+    return passes * (6 * weights + 6 * model.n_layers * model.context * model.d_model)
 
 
 def _costs(study: Study, paths: StudyPaths, seeds: Iterable[int] | None) -> Iterator[str]:
     done = _done(study, paths)
     speeds = {arm: statistics.median(values) for arm, values in _speeds(paths, done).items()}
+    flops = [speed * flops_per_token(study.resolve(arm, 0)) for arm, speed in speeds.items()]
+    sustained = statistics.median(flops) if flops else None
     for name in study.config.targets:
         runs = study.requested(name, seeds)
         configs = [study.resolve(run.arm, run.seed) for run in runs if run not in done]
         tokens = sum(run.train.steps * run.tokens_per_step for run in configs)
-        hours = sum(run.train.steps * run.tokens_per_step / _speed(run, speeds) for run in configs) / 3600
+        seconds = (
+            START_S + run.train.steps * run.tokens_per_step / _speed(run, speeds, sustained)
+            for run in configs
+        )
+        hours = sum(seconds) / 3600
         basis = f"measured on {len(done)} runs" if speeds else "assumed, no run timed yet"
         yield _COST.format(study.scale, name, len(runs), len(configs), f"{tokens:.3g}", f"{hours:.2f}", basis)
 
 
-def _speed(run: RunConfig, measured: dict[str, float]) -> float:
-    """Tokens a second: of the arm, else of the median arm, else from the assumed FLOP/s."""
-    if measured:
-        return measured.get(run.arm, statistics.median(measured.values()))
+def _speed(run: RunConfig, measured: dict[str, float], sustained: float | None) -> float:
+    """Tokens a second: of the arm, else at the median arm's FLOP/s, else at the assumed ones."""
+    if run.arm in measured:
+        return measured[run.arm]
     parallel = run.train.threads if run.train.device == "cpu" else 1
-    return ASSUMED_FLOPS[run.train.device] * parallel / flops_per_token(run)
+    return (sustained or ASSUMED_FLOPS[run.train.device] * parallel) / flops_per_token(run)
 
 
 def _speeds(paths: StudyPaths, done: Iterable[RunKey]) -> dict[str, list[float]]:
