@@ -106,6 +106,22 @@ def test_bits_of_the_reference_at_length(case):
     assert differing(run(streaming.REFERENCE, *case), run(compiled, *case)) == []
 
 
+@pytest.mark.parametrize("size", [1.0, 3.3e38])
+@pytest.mark.parametrize(
+    "rounding", [Rounding(1, "even", 1e38), Rounding(2, "even"), Rounding(7, "stochastic", 32.0)]
+)
+def test_bits_where_an_input_overflows_in_its_rounding(rounding, size):
+    """An infinite row of q and dO reaches the keys it sees, and none beyond them."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1, 5, 3, generator=g) for _ in range(4))
+    for x in (q, do):
+        x[0, 0, 1] = size
+    call = streaming.Call(True, 1.0, 2, StreamPrecision(io=rounding), StreamRepair(), seed=1, stats=True)
+    found = run(compiled, q, k, v, do, call)
+    assert differing(run(streaming.REFERENCE, q, k, v, do, call), found) == []
+    assert size == 1.0 or not found["dk"].isfinite().all()
+
+
 GAINED = StreamPrecision(**dict.fromkeys(QUANTITIES, Rounding(7, "even", 32.0)))
 
 

@@ -3,16 +3,13 @@
 The arithmetic, and the numbers in brackets below, are those listed in `qkpipe.numerics.streaming`. What is
 decided here is only the order in memory:
 
-- A block is up to `LANES` query rows of one head against all keys they see. Its scores are kept transposed,
-key
+- A block is up to `LANES` query rows of one head against all keys they see. Its scores are kept transposed, key
   by key, the block's rows side by side: so every maximum and every sum over keys runs in key order by
-  construction, while the compiler has `LANES` independent rows to vectorise over, in loops of constant
-  length.
+  construction, while the compiler has `LANES` independent rows to vectorise over, in loops of constant length.
 - All products of matrices go through one micro-kernel, `float64_matmul`.
 - A masked entry is an exact 0 in P and dS, and 0 * x = 0 leaves a float64 sum that began at +0 as it was.
-That
-  fails where x is not finite, so a head with a non-finite input takes blocks of one row, whose products end
-  at the mask.
+  That fails where x is not finite, so a head whose rounded inputs may not be finite takes blocks of one row,
+  whose products end at the mask.
 
 Suffixes: L is a lane (a query row of the block), K a key, D a head dimension; a lone `x` is x_KL or x_LD flattened.
 """
@@ -36,7 +33,8 @@ from qkpipe.numerics.precision import ROUNDING_POINTS, StreamPrecision
 LANES, NONE, ONE = np.int64(_LANES), np.int64(0), np.int64(1)
 F32, F64 = np.float32, np.float64
 ZERO, INF = F32(0), F32(np.inf)
-EXPONENT = np.int32(0x7F800000)
+SIZE = np.int32(0x7FFFFFFF)  # of a pattern: all but the sign
+LARGEST = np.finfo(F32).max
 ALL_SEEN = np.int64(-(2**30))  # of `hidden`, where no lane misses any key
 IN_Q, IN_K, IN_V, IN_DO, OUT, OUT_DQ, OUT_DK, OUT_DV, LSE, DELTA_PROD, DELTA_SUM = (
     np.int64(POINTS[name])
@@ -92,6 +90,7 @@ def backward(q, k, v, o_delta, lse, do, call, stats):
         F32(call.repair.delta_gain),
         call.only_stats,
         F32(call.softcap or 0),
+        _surely_finite(call.precision.io),
     )
     return dq, dk, dv
 
@@ -121,6 +120,11 @@ def _constants(call):
     return call.causal, F32(call.scale), at
 
 
+def _surely_finite(rounding):
+    """A size up to which R(x) cannot overflow: R adds at most |x| + |gain * x|."""
+    return F32(np.finfo(F32).max / (2 + abs(rounding.gain)))
+
+
 @lru_cache(maxsize=64)
 def _table(precision: StreamPrecision) -> np.ndarray:
     return lanes.rounding_table([getattr(precision, quantity) for quantity in ROUNDING_POINTS.values()])
@@ -145,11 +149,12 @@ def _floats(address, size):
 
 
 @_helper
-def _finite(x, start, count):
+def _within(x, start, count, limit):
+    """Whether no size is above the limit, and nothing is NaN."""
     bad = np.int32(0)
-    part = x[start : start + count]
+    part, most = x[start : start + count], to_bits_nb(limit)
     for n in range(part.size):
-        bad |= np.int32((to_bits_nb(part[n]) & EXPONENT) == EXPONENT)
+        bad |= np.int32((to_bits_nb(part[n]) & SIZE) > most)
     return bad == 0
 
 
@@ -284,7 +289,7 @@ def _forward_kernel(
             lanes.widen_rows(head_KD, k_KD, Tk, padded, IN_K, at, row * D, D)
             _load(v, row * D, Tk, D, head_KD)
             lanes.widen_rows(head_KD, v_KD, Tk, padded, IN_V, at, row * D, D)
-            block_rows = LANES if _finite(head_KD.reshape(-1), NONE, Tk * padded) else ONE
+            block_rows = LANES if _within(head_KD.reshape(-1), NONE, Tk * padded, LARGEST) else ONE
         head_max, head_entropy, head_fallbacks = -INF, 0.0, 0
 
         for block_start in range(0, Tq, block_rows):
@@ -406,6 +411,7 @@ def _forward_kernel(
 @njit(cache=True, nogil=True, error_model="numpy")
 def _backward_kernel(
     addresses, B, H, H_kv, Tq, Tk, D, causal, scale, at, want_stats, delta, delta_gain, only_stats, softcap,
+    surely_finite,
 ):  # fmt: skip
     q_size, k_size, heads = B * H * Tq * D, B * H_kv * Tk * D, B * H
     q, k, v = _floats(addresses[0], q_size), _floats(addresses[1], k_size), _floats(addresses[2], k_size)
@@ -440,10 +446,14 @@ def _backward_kernel(
             lanes.widen_rows(head_KD, v_KD, Tk, padded, IN_V, at, kv_row * D, D)
             _load(k, kv_row * D, Tk, D, head_KD)
             lanes.widen_rows(head_KD, k_KD, Tk, padded, IN_K, at, kv_row * D, D)
-            k_finite = _finite(head_KD.reshape(-1), NONE, Tk * padded)
+            k_finite = _within(head_KD.reshape(-1), NONE, Tk * padded, LARGEST)
             dk_KD[:] = 0.0
             dv_KD[:] = 0.0
-        finite = k_finite and _finite(q, bh * Tq * D, Tq * D) and _finite(do, bh * Tq * D, Tq * D)
+        finite = (
+            k_finite
+            and _within(q, bh * Tq * D, Tq * D, surely_finite)
+            and _within(do, bh * Tq * D, Tq * D, surely_finite)
+        )
         block_rows = LANES if finite else ONE
         head_error, head_size, head_sum = 0.0, 0.0, 0.0
 
