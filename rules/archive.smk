@@ -4,16 +4,9 @@
 
 if ARCHIVE:
 
-    def archived(*files, **options):
-        """Those files below the archive's address, under the names they have here."""
-        return [storage(f"{ARCHIVE}/{file.as_posix()}", **options) for file in files]
-
-    def archived_records(wildcards):
-        return archived(*tabled_records(wildcards), retrieve=False)
-
     rule archive_runs:
         input:
-            archived_records,
+            lambda wildcards: archived(*tabled_records(wildcards), retrieve=False),
 
     rule archive:
         input:

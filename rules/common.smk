@@ -71,6 +71,11 @@ def tabled_records(wildcards):
     return list(dict.fromkeys([*records(asked_targets()), *finished]))
 
 
+def archived(*files, **options):
+    """Those files below the archive's address, under the names they have here."""
+    return [storage(f"{ARCHIVE}/{file.as_posix()}", **options) for file in files]
+
+
 # Where the result file of `make device-check` is: results/device_check.json, or --config device_check=FILE.
 def device_check():
     return [DEVICE_CHECK] if DEVICE_CHECK.exists() else []

@@ -134,7 +134,7 @@ def test_the_studys_claims_name_its_arms():
     claims = load_claims(study.folder)
     check_arms(claims, study)
     runs = study.requested("core")
-    assert {(arm, seed) for arm in claims.arms for seed in (20, 21, 22, 23, 24)} <= {
+    assert {(arm, seed) for arm in claims.arms for seed in range(30, 35)} <= {
         (run.arm, run.seed) for run in runs
     }
     assert {study.role(run.arm, run.seed) for run in runs} == {"confirmatory"}
