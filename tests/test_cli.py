@@ -162,8 +162,18 @@ def test_plan_counts_runs_and_costs_them(qkpipe, tmp_path):
     assert lines[1].split() == ["core", "tuning", "4", "2", "8", "0", "8"]
     assert lines[2].split() == ["all", "tuning", "4", "3", "12", "0", "12"]
     tokens = 8 * 20 * 2 * 32
-    assert lines[5].split()[:5] == ["tiny", "core", "8", "8", f"{tokens:.3g}"]
-    assert "assumed" in lines[5]
+    assert lines[5].split()[:4] == ["tiny", "core", "8", f"{tokens:.3g}"]
+    assert "stated" in lines[5]
+    assert qkpipe("--config", TINY, "--root", tmp_path, "plan", "--flops", "0")[0] == 2
+
+
+def test_plan_by_a_throughput_of_the_caller(qkpipe, tmp_path):
+    """Twice the throughput, half the hours."""
+    hours = []
+    for flops in ("1e4", "2e4"):
+        _, out, _ = qkpipe("--config", TINY, "--root", tmp_path, "plan", "--flops", flops)
+        hours.append(float(out.splitlines()[5].split()[5]))
+    assert hours[0] == pytest.approx(2 * hours[1], rel=0.01) and hours[1] > 1
 
 
 def test_status_tells_states_apart(qkpipe, tmp_path):

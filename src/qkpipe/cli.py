@@ -59,7 +59,11 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    _seeds(command("plan", _plan, "runs by target, what is missing, and what it will cost"))
+    plan = command("plan", _plan, "runs by target, what is missing, and what it will cost")
+    plan.add_argument(
+        "--flops", type=float, metavar="N", help="sustained FLOP/s of a device, instead of stated or measured"
+    )
+    _seeds(plan)
     _seeds(command("status", _status, "runs done, running, unfinished and missing"))
     query = command("query", _query, "ask the study's database in SQL")
     query.add_argument("sql", help='for example "select arm, seed, collapse_step from runs"')
@@ -136,7 +140,9 @@ def _plan(args: argparse.Namespace) -> None:
     from qkpipe.store.progress import plan
 
     study, paths = _study(args)
-    _print(plan(study, paths, args.seeds))
+    if args.flops is not None and not args.flops > 0:
+        raise BadInput(f"--flops: must be above 0, got {args.flops:g}")
+    _print(plan(study, paths, args.seeds, args.flops))
 
 
 def _status(args: argparse.Namespace) -> None:

@@ -226,7 +226,7 @@ STUDY = {
             "corpus": "noise",
             "model": {"d_model": 16, "n_layers": 2, "n_heads": 2, "context": 16},
             "train": {
-                "steps": 300,
+                "steps": 100,
                 "batch_size": 2,
                 "accumulation": 2,
                 "val_batches": 2,
@@ -265,28 +265,31 @@ def test_a_killed_rank_ends_the_job_and_a_retry_resumes(tmp_path):
     job = subprocess.Popen(
         list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    _wait(lambda: list(tmp_path.glob("scratch/*/checkpoint.pt")))
-    ranks = _children(job.pid)
-    assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
-    said = job.communicate(timeout=120)[0]
+    try:
+        _wait(lambda: list(tmp_path.glob("scratch/*/checkpoint.pt")))
+        ranks = _children(job.pid)
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        said = job.communicate(timeout=120)[0]
+    finally:
+        job.terminate()
     assert job.returncode != 0, said
     _wait(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
     assert not paths.run("fp32", 0).record.exists()
 
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("step 300 of 300") == 1  # the leader alone speaks
+    assert done.stderr.count("step 100 of 100") == 1  # the leader alone speaks
     timing = table(paths, "fp32", "timing")
     assert timing["resumes"][-1] == 1
-    assert table(paths, "fp32", "steps")["step"] == list(range(300))
+    assert table(paths, "fp32", "steps")["step"] == list(range(100))
 
 
 def _children(pid):
     return sorted(int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
 
 
-def _wait(for_what, seconds=120):
+def _wait(for_what, seconds=400):
     end = time.monotonic() + seconds
     while not for_what():
         assert time.monotonic() < end

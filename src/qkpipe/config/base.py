@@ -29,6 +29,11 @@ class Mechanism(Frozen):
     """
 
     @property
+    def passes(self) -> int:
+        """Forwards and backwards that it needs in a step, beside the run's own; mechanisms share theirs."""
+        return 0
+
+    @property
     def sharded(self) -> bool:
         """Whether it works where every rank holds a share of each weight and gradient (``parallel.kind: fsdp2``)."""
         return False

@@ -170,14 +170,14 @@ def check_arms(config: ClaimsConfig, study: Study) -> None:
     for claim_id, claim in config.claims.items():
         for i, part in enumerate(claim.parts):
             for side in ("treated", "control"):
-                arm = _known(getattr(part, side), study.runnable, path, f"claims.{claim_id}.parts.{i}.{side}")
+                arm = _known(getattr(part, side), study.defined, path, f"claims.{claim_id}.parts.{i}.{side}")
                 if part.outcome == "log_max_logit" and _normalises_qk(study, arm):
                     raise BadInput(
                         f"{path}: claims.{claim_id}.parts.{i}.outcome: log_max_logit with arm {arm!r}, whose QK "
                         "normalisation bounds it by construction; allowed: collapse, log_sigma, final_val_loss"
                     )
     for arm in config.regime.arms:
-        _known(arm, study.runnable, path, "regime")
+        _known(arm, study.defined, path, "regime")
 
 
 def _normalises_qk(study: Study, arm: str) -> bool:

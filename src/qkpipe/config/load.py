@@ -51,9 +51,23 @@ class Study:
         return self.config.scales[self.scale]
 
     @cached_property
-    def runnable(self) -> list[str]:
-        """Arms that can be run, in file order."""
+    def defined(self) -> list[str]:
+        """Arms that can be run at some scale, in file order."""
         return [name for name, arm in self.arms.items() if not arm.abstract and arm.same_as is None]
+
+    @cached_property
+    def runnable(self) -> list[str]:
+        """Arms that can be run at this scale, in file order."""
+        return [name for name in self.defined if name not in self.excluded]
+
+    @cached_property
+    def excluded(self) -> dict[str, str]:
+        """Arms that this scale cannot have, and why."""
+        return {
+            arm: why
+            for pattern, why in self.scale_config.excludes.items()
+            for arm in _matching([pattern], self.defined)
+        }
 
     @cached_property
     def not_applicable(self) -> dict[str, str]:
@@ -63,6 +77,10 @@ class Study:
     def resolve(self, arm: str, seed: int) -> RunConfig:
         """The full config of one run; every mistake is one :class:`BadInput` line, before any work."""
         arms_file = self.folder / "arms.yaml"
+        if arm in self.excluded:
+            raise BadInput(
+                f"{self.folder / 'study.yaml'}: scales.{self.scale}.excludes: {arm}: {self.excluded[arm]}"
+            )
         _known(arm, [*self.runnable, *self.not_applicable], arms_file, "arm")
         scale = self.scale_config
         merged: dict[str, Any] = {
@@ -126,8 +144,8 @@ class Study:
         target_config = self.config.targets[
             _known(target, self.config.targets, self.folder / "study.yaml", "targets")
         ]
-        arms = self._matching(target_config.arms)
-        headline = set(self._matching(target_config.headline))
+        arms = _matching(target_config.arms, self.runnable)
+        headline = set(_matching(target_config.headline, self.runnable))
         declared = self.config.roles[target_config.role].seeds
         first = declared[: target_config.n_seeds]
         given = None if seeds is None else list(seeds)
@@ -148,15 +166,6 @@ class Study:
             mechanism | {"threshold": self.tau} if mechanism.get("threshold") == "calibrated" else mechanism
         )
 
-    def _matching(self, patterns: Iterable[str]) -> list[str]:
-        """Runnable arms that match any pattern, in file order; ``*`` stands for a name without a dot."""
-        split = [pattern.split(".") for pattern in patterns]
-        return [
-            arm
-            for arm in self.runnable
-            if any(len(p) == arm.count(".") + 1 and all(map(fnmatchcase, arm.split("."), p)) for p in split)
-        ]
-
     def _lineage(self, arm: str) -> list[ArmConfig]:
         chain: list[ArmConfig] = []
         seen: list[str] = []
@@ -176,9 +185,12 @@ class Study:
         for name, scale in self.config.scales.items():
             _known(scale.corpus, self.config.corpora, study, f"scales.{name}.corpus")
             _known(scale.tokenizer, self.config.tokenizers, study, f"scales.{name}.tokenizer")
+            for pattern in scale.excludes:
+                if not _matching([pattern], self.defined):
+                    _known(pattern, self.defined, study, f"scales.{name}.excludes")
         for name, threshold in self.config.thresholds.items():
             _known(name, self.config.scales, study, "thresholds")
-            _known(threshold.arm, self.runnable, study, f"thresholds.{name}.arm")
+            _known(threshold.arm, self.defined, study, f"thresholds.{name}.arm")
         for name, arm in self.arms.items():
             if arm.extends is not None:
                 _known(arm.extends, self.arms, arms, f"{name}.extends")
@@ -187,18 +199,18 @@ class Study:
             if arm.tokenizer is not None:
                 _known(arm.tokenizer, self.config.tokenizers, arms, f"{name}.tokenizer")
             if arm.twin is not None:
-                _known(arm.twin, self.runnable, arms, f"{name}.twin")
+                _known(arm.twin, self.defined, arms, f"{name}.twin")
             if arm.same_as is not None:
-                _known(arm.same_as, self.runnable, arms, f"{name}.same_as")
+                _known(arm.same_as, self.defined, arms, f"{name}.same_as")
         for name, target in self.config.targets.items():
             _known(target.role, self.config.roles, study, f"targets.{name}.role")
             for key in ("arms", "headline"):
                 for pattern in getattr(target, key):
-                    if not self._matching([pattern]):
-                        _known(pattern, self.runnable, study, f"targets.{name}.{key}")
+                    if not _matching([pattern], self.defined):
+                        _known(pattern, self.defined, study, f"targets.{name}.{key}")
         for name, role in self.config.roles.items():
             for arm_name in role.arms or ():
-                _known(arm_name, self.runnable, study, f"roles.{name}.arms")
+                _known(arm_name, self.defined, study, f"roles.{name}.arms")
 
 
 def load_study(folder: Path | str = DEFAULT_CONFIG, scale: str | None = None) -> Study:
@@ -292,6 +304,16 @@ def _inner_model(annotation: Any) -> Any:
         if inner is not None:
             return inner
     return None
+
+
+def _matching(patterns: Iterable[str], arms: Iterable[str]) -> list[str]:
+    """Of ``arms`` those that match any pattern, in order; ``*`` stands for a name without a dot."""
+    split = [pattern.split(".") for pattern in patterns]
+    return [
+        arm
+        for arm in arms
+        if any(len(p) == arm.count(".") + 1 and all(map(fnmatchcase, arm.split("."), p)) for p in split)
+    ]
 
 
 def _known(value: str, allowed: Iterable[str], path: Path, key: str) -> str:

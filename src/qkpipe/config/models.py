@@ -399,6 +399,9 @@ class ResourcesConfig(Frozen):
     mem_mb: Annotated[int, Field(ge=1)] = 2000
     runtime_min: Annotated[int, Field(ge=1)] = 60
     gpus: Annotated[int, Field(ge=0)] = 0
+    flops: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="sustained FLOP/s of a rank that `plan` assumes until runs have been timed"
+    )
 
 
 class ScaleConfig(Frozen):
@@ -412,6 +415,9 @@ class ScaleConfig(Frozen):
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
     resources: ResourcesConfig = ResourcesConfig()
+    excludes: dict[str, str] = Field(
+        {}, description="arms that this scale cannot have, by name or pattern, and why"
+    )
 
 
 SeedRole = Literal["tuning", "calibration", "held_out", "confirmatory"]

@@ -18,6 +18,10 @@ class Splice(Mechanism):
     routes: Routes
 
     @property
+    def passes(self) -> int:
+        return 1
+
+    @property
     def sharded(self) -> bool:
         return True
 
@@ -33,6 +37,10 @@ class FaultOnly(Mechanism):
 
     kind: Literal["fault_only"] = "fault_only"
     routes: Routes
+
+    @property
+    def passes(self) -> int:
+        return 1
 
     @property
     def sharded(self) -> bool:
