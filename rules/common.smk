@@ -124,7 +124,7 @@ FIGURES = {
     "sweep": ("threshold_sweep",),
     "capping": ("capping", "capping_curves"),
     "entropy": ("onsets", "entropy_heads"),
-    "residual": ("residual", "law_runs", "law"),
+    "residual": ("residual", "law_runs", "law", "law_collapse", "law_settings"),
     "contest": ("contest", "contest_roc"),
     "survival": ("survival",),
     "sensitivity": ("sensitivity",),

@@ -14,16 +14,17 @@ from qkpipe.report.forest import empty
 from qkpipe.store.parquet import read_table
 
 LABEL = "Residual"
-TABLES = ("residual", "law_runs", "law")
+TABLES = ("residual", "law_runs", "law", "law_collapse", "law_settings")
 QUERY = (
     "SELECT arm, seed, bits, tile, attention_gain, dose, collapse_step, log_sigma FROM residual ORDER BY dose"
 )
 CAPTION = (
     "The row-sum residual r = mean|Σ dS| / mean Σ|dS| before anything else has moved (from the end of the warm-up to "
-    "twice its length). Left: r by mantissa bits, uncorrected faults of the recurrence. Middle: the final σ(W_Q) "
-    "against r, every run whose backward is seen. Right: time to collapse against r, open triangles are runs that had "
-    "not collapsed when they ended (censored); the line is the fitted law at the learning rate most runs have, with "
-    "its 95% spread."
+    "twice its length). Top left: r by mantissa bits, uncorrected faults of the recurrence. Top right: the final σ(W_Q) "
+    "against r, every run whose backward is seen. Bottom left: time to collapse against r, open triangles are runs that "
+    "had not collapsed when they ended (censored); the line is the fitted law at the learning rate most runs have, with "
+    "its 95% spread. Bottom right: does r stand for the settings? By how much the law's AIC falls when a setting is put "
+    "beside r, or all of them instead of r: right of 0 they tell something that r does not."
 )
 
 
@@ -32,7 +33,8 @@ def figure(paths: StudyPaths) -> Figure:
     runs = read_table(paths.analysis("residual")).to_pandas()
     if runs.empty:
         return empty("No run whose row-sum residual was seen.")
-    fig, axes = plt.subplots(1, 3, figsize=(8.6, 2.9), gridspec_kw={"wspace": 0.36})
+    fig, grid = plt.subplots(2, 2, figsize=(8.6, 6.2), gridspec_kw={"wspace": 0.3, "hspace": 0.32})
+    axes = grid.ravel()
     colours = style.group_colours(runs["group"])
     faulty = runs[runs["bits"].notna() & (runs["correction"] == "none")]
     shift = np.random.default_rng(0).uniform(-0.15, 0.15, len(faulty))
@@ -54,11 +56,12 @@ def figure(paths: StudyPaths) -> Figure:
     axes[1].set_xlabel("r")
     axes[1].set_ylabel("final σ(W_Q)")
     _law(axes[2], *(read_table(paths.analysis(name)).to_pandas() for name in ("law_runs", "law")))
-    for ax, sides in zip(axes, ("y", "xy", "xy"), strict=True):
+    _beside(axes[3], *(read_table(paths.analysis(name)).to_pandas() for name in TABLES[2:]))
+    for ax, sides in zip(axes[:3], ("y", "xy", "xy"), strict=True):
         style.logarithmic(ax, *sides)
     axes[0].xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     style.legend_below(fig, axes[1])
-    fig.subplots_adjust(bottom=0.25)
+    fig.subplots_adjust(bottom=0.14)
     return fig
 
 
@@ -92,3 +95,24 @@ def _law(ax: Axes, runs: pd.DataFrame, law: pd.DataFrame) -> None:
     )
     ax.plot(r, np.exp(log_t), color=style.PALETTE[0], linewidth=1.4)
     ax.set_ylim(runs["duration"].min() / 2, runs["duration"].max() * 3)
+
+
+def _beside(ax: Axes, law: pd.DataFrame, collapse: pd.DataFrame, settings: pd.DataFrame) -> None:
+    ax.set_xlabel("fall of AIC against the law on r")
+    gains = {
+        f"r and {name.replace('_', ' ')}": gain
+        for name, gain in zip(collapse["beside_r"], collapse["aic_gain"])
+    }
+    if len(law) and len(settings):
+        gains["settings, without r"] = law["aic"].iloc[0] - settings["aic"].iloc[0]
+    gains = {name: gain for name, gain in gains.items() if pd.notna(gain)}
+    if not gains:
+        ax.text(0.5, 0.5, "no law, or nothing beside r varies", ha="center", va="center", color=style.MUTED)
+        ax.set_axis_off()
+        return
+    rows = range(len(gains))
+    ax.axvline(0.0, color=style.MUTED, linewidth=0.8, zorder=0)
+    ax.hlines(rows, 0.0, list(gains.values()), color=style.PALETTE[0], linewidth=1.0)
+    ax.scatter(list(gains.values()), rows, 22, color=style.PALETTE[0])
+    ax.set_yticks(rows, list(gains))
+    ax.set_ylim(len(gains) - 0.5, -0.5)
