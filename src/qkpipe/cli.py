@@ -18,7 +18,7 @@ from qkpipe.errors import BadInput
 ANALYSES = (
     "contrasts", "dissociation", "probe", "guard", "claims", "threshold", "regime", "signals", "residual", "isolation",
     "generality", "entry", "loci", "sweep", "capping", "entropy", "law", "contest", "survival", "sensitivity",
-    "repairs", "horizon", "remedies",
+    "repairs", "horizon", "remedies", "portability",
 )  # fmt: skip
 """Modules of :mod:`qkpipe.analysis` with ``build(paths, study)``; they read what ``qkpipe runs`` wrote."""
 
@@ -82,6 +82,9 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     train = command("train", _train, "train one run; killed, it goes on from its checkpoint")
     train.add_argument("--arm", required=True)
     train.add_argument("--seed", required=True, type=int)
+    train.add_argument(
+        "--second", action="store_true", help="train it once more, as the second device's (portability)"
+    )
     train.add_argument("--progress", action="store_true", default=None, help="a bar even off a terminal")
     runs = command("runs", _runs, "one row a run, over requested and completed runs")
     runs.add_argument("--target", action="append", default=[], help="whose runs must be there (repeatable)")
@@ -199,6 +202,8 @@ def _warm_up(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace) -> None:
     study, paths = _study(args)
     run = study.resolve(args.arm, args.seed)  # every mistake in the config is said before torch is imported
+    if args.second:
+        paths = paths.second(study.portability.device)
     from qkpipe.train.launch import become_torchrun
 
     become_torchrun(run, args.given)

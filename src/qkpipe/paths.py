@@ -73,9 +73,13 @@ class StudyPaths:
     def run(self, arm: str, seed: int) -> RunPaths:
         return RunPaths(self.runs / arm / f"seed={seed}")
 
+    @property
+    def aside(self) -> Path:
+        return self.results / "superseded"
+
     def superseded(self, arm: str, seed: int, config_hash: str) -> Path:
         """Where a finished run of another config goes when the arm changes."""
-        return self.results / "superseded" / arm / f"seed={seed}-{config_hash}"
+        return self.aside / arm / f"seed={seed}-{config_hash}"
 
     def scratch(self, run_id: str) -> ScratchPaths:
         return ScratchPaths(self.root / "scratch" / run_id)
@@ -109,3 +113,33 @@ class StudyPaths:
     @property
     def effective_config(self) -> Path:
         return self.results / "config.json"
+
+    def second(self, device: str) -> SecondPaths:
+        return SecondPaths(self.scale, self.root, device)
+
+
+@dataclass(frozen=True)
+class SecondPaths(StudyPaths):
+    """The same runs, made once more on a second ``device``: other folders for what training writes, the same data."""
+
+    device: str = "second"
+
+    @property
+    def _own(self) -> Path:
+        return self.results / "portability" / self.device
+
+    @property
+    def runs(self) -> Path:
+        return self._own / "runs"
+
+    @property
+    def aside(self) -> Path:
+        return self._own / "superseded"
+
+    @property
+    def measured(self) -> Path:
+        return self._own / "measured.parquet"
+
+    def scratch(self, run_id: str) -> ScratchPaths:
+        """Both runs have one ``run_id``; their checkpoints and locks must not meet."""
+        return ScratchPaths(self.root / "scratch" / "portability" / self.device / run_id)

@@ -13,7 +13,16 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from qkpipe.config.models import PAPER_TAU, ArmConfig, RunConfig, ScaleConfig, StudyConfig, run_id
+from qkpipe.config.models import (
+    PAPER_TAU,
+    ArmConfig,
+    PortabilityConfig,
+    RunConfig,
+    ScaleConfig,
+    StudyConfig,
+    TargetConfig,
+    run_id,
+)
 from qkpipe.errors import BadInput
 
 DEFAULT_CONFIG = Path("workflow/config")
@@ -141,9 +150,24 @@ class Study:
 
     def requested(self, target: str, seeds: Iterable[int] | None = None) -> list[RunKey]:
         """Runs of a target, arm by arm; ``seeds`` replaces the declared seeds, those of its headline arms included."""
-        target_config = self.config.targets[
-            _known(target, self.config.targets, self.folder / "study.yaml", "targets")
-        ]
+        known = _known(target, self.config.targets, self.folder / "study.yaml", "targets")
+        return self._requested(self.config.targets[known], seeds)
+
+    @property
+    def portability(self) -> PortabilityConfig:
+        """The section of that name; :class:`BadInput` where there is none."""
+        if self.config.portability is None:
+            raise BadInput(
+                f"{self.folder / 'study.yaml'}: portability: missing; it says which arms to compare on two devices, such as "
+                "portability: { arms: [faulty], role: confirmatory, n_seeds: 3 }"
+            )
+        return self.config.portability
+
+    def compared(self, seeds: Iterable[int] | None = None) -> list[RunKey]:
+        """Runs that are made on a second device too; ``seeds`` as in :meth:`requested`."""
+        return self._requested(self.portability, seeds)
+
+    def _requested(self, target_config: TargetConfig, seeds: Iterable[int] | None) -> list[RunKey]:
         arms = _matching(target_config.arms, self.runnable)
         headline = set(_matching(target_config.headline, self.runnable))
         declared = self.config.roles[target_config.role].seeds
@@ -202,12 +226,15 @@ class Study:
                 _known(arm.twin, self.defined, arms, f"{name}.twin")
             if arm.same_as is not None:
                 _known(arm.same_as, self.defined, arms, f"{name}.same_as")
-        for name, target in self.config.targets.items():
-            _known(target.role, self.config.roles, study, f"targets.{name}.role")
+        asked = {f"targets.{name}": target for name, target in self.config.targets.items()}
+        if self.config.portability is not None:
+            asked["portability"] = self.config.portability
+        for name, target in asked.items():
+            _known(target.role, self.config.roles, study, f"{name}.role")
             for key in ("arms", "headline"):
                 for pattern in getattr(target, key):
                     if not _matching([pattern], self.defined):
-                        _known(pattern, self.defined, study, f"targets.{name}.{key}")
+                        _known(pattern, self.defined, study, f"{name}.{key}")
         for name, role in self.config.roles.items():
             for arm_name in role.arms or ():
                 _known(arm_name, self.defined, study, f"roles.{name}.arms")

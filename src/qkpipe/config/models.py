@@ -443,6 +443,14 @@ class TargetConfig(Frozen):
     headline: list[str] = []
 
 
+class PortabilityConfig(TargetConfig):
+    """What ``snakemake portability`` runs twice: these arms here, and once more on a second ``device``, which is a name of your
+    choice for a folder of results. Where the second set goes on a cluster, the cluster's profile says.
+    """
+
+    device: Name = "second"
+
+
 PAPER_TAU = 30.0
 """The paper's guard threshold, chosen by eye; used where a scale has none of its own."""
 
@@ -473,6 +481,7 @@ class StudyConfig(Frozen):
     roles: dict[SeedRole, RoleConfig]
     targets: dict[Name, TargetConfig]
     thresholds: dict[Name, ThresholdConfig] = {}
+    portability: PortabilityConfig | None = None
 
     @field_validator("roles")
     @classmethod

@@ -12,13 +12,14 @@ from typing import Any
 import jinja2
 import pandas as pd
 
+from qkpipe.analysis.portability import is_current
 from qkpipe.config import Study
 from qkpipe.errors import BadInput
 from qkpipe.paths import StudyPaths
 from qkpipe.report import device, style
-from qkpipe.report.figures import FIGURES
+from qkpipe.report.figures import ASKED, FIGURES
 from qkpipe.report.formats import FILTERS
-from qkpipe.report.sections import SECTIONS, shown
+from qkpipe.report.sections import PORTABILITY, SECTIONS, shown
 from qkpipe.report.sparkline import Scale, sparkline
 from qkpipe.store.parquet import read_runs, read_table
 
@@ -57,6 +58,8 @@ def context(paths: StudyPaths, study: Study) -> dict[str, Any]:
         run["run_id"]: json.loads(paths.run(run["arm"], run["seed"]).record.read_text()) for run in runs
     }
     events = read_runs((paths.run(run["arm"], run["seed"]) for run in runs), "events").to_pandas()
+    sections = [*SECTIONS, PORTABILITY] if is_current(paths, study) else SECTIONS
+    figures = [*FIGURES, *(name for section in sections for name in section.figures if name in ASKED)]
     scales = {measure: Scale.over(curves, measure, log=measure in style.LOG_SCALED) for measure in MEASURES}
     return {
         "scale": study.scale,
@@ -75,8 +78,8 @@ def context(paths: StudyPaths, study: Study) -> dict[str, Any]:
         "regimes": _rows_if_there(paths.table("regime")),
         "gpu": device.section(paths),
         "exclusions": _rows(paths.analysis("exclusions")),
-        "figures": {name: _figure(name, paths) for name in FIGURES},
-        "sections": [shown(section, paths) for section in SECTIONS],
+        "figures": {name: _figure(name, paths) for name in figures},
+        "sections": [shown(section, paths) for section in sections],
         "arms": [arm | _arm(arm["arm"], runs, curves, events, records, scales, paths) for arm in summary],
         "colours": style.group_colours(arm["group"] for arm in summary),
         "environments": _environments(records),
@@ -99,7 +102,7 @@ def _figure(name: str, paths: StudyPaths) -> dict[str, Any]:
     if not path.exists():
         raise BadInput(f"{path}: no such file; draw figure {name!r} first")
     image = base64.b64encode(path.read_bytes()).decode()
-    module = FIGURES[name]
+    module = (FIGURES | ASKED)[name]
     return {
         "name": name,
         "label": module.LABEL,

@@ -626,6 +626,59 @@ HORIZON = Section(
     ("horizon",),
 )
 
+PORTABILITY = Section(
+    "portability",
+    "Two devices",
+    "The same runs, with the same initialisation, batches and draws, made once more elsewhere. A verdict is collapsed, "
+    "censored or held. A loss parts at the first step that differs by 1e-3 nat; σ is compared before the first collapse "
+    "of either side.",
+    (
+        Table(
+            "portability_arms",
+            "Agreement",
+            (
+                text("arm"),
+                text("first_device", "first"),
+                text("second_device", "second"),
+                share("agree", "n", "agree_low", "agree_high", "same verdict"),
+                of("first_collapsed", "n", "first collapsed"),
+                of("second_collapsed", "n", "second collapsed"),
+                of("fire_agree", "n", "fired alike"),
+                of("identical", "n", "bit-identical"),
+                median("collapse_step_difference", "collapse later by, steps"),
+                median("sigma_gap", "|Δ log σ(W_Q)|"),
+                median("val_loss_difference", "Δ validation loss"),
+                SEEDS,
+            ),
+            "SELECT arm, agree, n, agree_low, agree_high, identical, first_collapsed, second_collapsed FROM portability_arms",
+            "No run is there twice.",
+        ),
+        Table(
+            "portability",
+            "By run",
+            (
+                text("arm"),
+                whole("seed"),
+                text("first_verdict", "first"),
+                text("second_verdict", "second"),
+                whole("first_collapse_step", "first collapses"),
+                whole("second_collapse_step", "second collapses"),
+                whole("first_fire_step", "first fires"),
+                whole("second_fire_step", "second fires"),
+                whole("first_bit_step", "first bit"),
+                whole("parted_step", "loss parts"),
+                value("sigma_gap", "|Δ log σ(W_Q)|"),
+                value("val_loss_difference", "Δ validation loss"),
+                text("same_environment", "same machine"),
+            ),
+            "SELECT arm, seed, first_environment, second_environment, first_verdict, second_verdict FROM portability",
+            "No run is there twice.",
+        ),
+    ),
+    ("portability",),
+)
+"""Shown where :func:`qkpipe.analysis.portability.is_current`."""
+
 SECTIONS = (
     ISOLATION,
     FACTORIAL,

@@ -63,7 +63,7 @@ def scan(paths: StudyPaths, study: Study) -> Scan:
         except BadInput as reason:
             path = record_path.parent.relative_to(paths.results).as_posix()
             excluded.append(Exclusion(arm, seed, path, str(reason)))
-    for record_path in sorted((paths.results / "superseded").glob("*/seed=*/run.json")):
+    for record_path in sorted(paths.aside.glob("*/seed=*/run.json")):
         folder = record_path.parent
         path = folder.relative_to(paths.results).as_posix()
         excluded.append(Exclusion(folder.parent.name, _seed(folder), path, "superseded by a changed config"))

@@ -198,7 +198,7 @@ def _record(run: RunConfig, tokens: Tokens, trainer: Trainer, stopped: bool) -> 
             "torch": torch.__version__,
             "numpy": np.__version__,
             "platform": platform.platform(),
-            "cpu": platform.processor() or platform.machine(),
+            "cpu": _processor(),
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "threads": run.train.threads,
         },
@@ -211,6 +211,16 @@ def _record(run: RunConfig, tokens: Tokens, trainer: Trainer, stopped: bool) -> 
         "epochs": seen / len(tokens.train),
         "fire_step": next((h.fire_step for h in trainer.hooks if h.fire_step is not None), None),
     }
+
+
+def _processor() -> str:
+    """The processor's name; `platform` knows the architecture alone on most Linux systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def _write_record(target: RunPaths, record: dict[str, Any]) -> None:
