@@ -43,6 +43,7 @@ include: "rules/train.smk"
 include: "rules/analysis.smk"
 include: "rules/tables.smk"
 include: "rules/report.smk"
+include: "rules/portability.smk"
 include: "rules/benchmark.smk"
 include: "rules/archive.smk"
 
@@ -50,7 +51,7 @@ include: "rules/archive.smk"
 # A job's outputs are deleted before it starts, so finished runs of another config go aside first. Dry runs and the nested
 # calls of cluster jobs never come here.
 onstart:
-    for moved in supersede_all(PATHS, STUDY):
+    for moved in [*supersede_all(PATHS, STUDY), *(supersede_all(SECOND, STUDY) if SECOND else [])]:
         logger.info(f"The config of a finished run has changed; it is kept as {moved}")
     if kernels_are_cold():
         logger.info("Compiling the CPU kernels once, before runs start in parallel")

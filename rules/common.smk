@@ -1,6 +1,7 @@
 # What all rules share: the validated study, its paths, and which runs are asked for. Parsed again in every cluster job, so
 # it imports no torch.
 
+import os
 import re
 import shlex
 import sys
@@ -54,9 +55,23 @@ def kernels_are_cold():
     return not COMPILED.exists() or any(s.stat().st_mtime > COMPILED.stat().st_mtime for s in sources)
 
 
+def on_command_line():
+    """Targets as typed; known only once the workflow is parsed. A cluster job, whose own command line names a file, has them
+    from the Snakemake that submitted it, through the environment.
+    """
+    if workflow.is_main_process:
+        os.environ["QKPIPE_TARGETS"] = " ".join(workflow.dag_settings.targets)
+    return os.environ.get("QKPIPE_TARGETS", "").split()
+
+
 def asked_targets():
-    """Targets of the study on the command line, else the default one; known only once the workflow is parsed."""
-    return [name for name in STUDY.config.targets if name in workflow.dag_settings.targets] or ["core"]
+    """Targets of the study on the command line, else the default one, unless only `portability` is asked for."""
+    asked = [name for name in STUDY.config.targets if name in on_command_line()]
+    return asked or ([] if portability_is_asked() else ["core"])
+
+
+def portability_is_asked():
+    return bool(PORTABILITY) and "portability" in on_command_line()
 
 
 def records(targets):
@@ -68,7 +83,35 @@ def records(targets):
 def tabled_records(wildcards):
     """run.json of the requested runs and of every finished run of the current config: nothing drops out of the tables."""
     finished = [run.paths.record for run in scan(PATHS, STUDY).completed]
-    return list(dict.fromkeys([*records(asked_targets()), *finished]))
+    twice = compared(PATHS) if portability_is_asked() else []
+    return list(dict.fromkeys([*records(asked_targets()), *twice, *finished]))
+
+
+def compared(paths):
+    """run.json of the runs that are made on two devices, in the folders of the first (`PATHS`) or of the second set."""
+    return [paths.run(run.arm, run.seed).record for run in STUDY.compared(SEEDS)]
+
+
+def second_records(wildcards):
+    """run.json of the second set, once it is clear that a cluster would train it elsewhere."""
+    settings = workflow.resource_settings
+    default = settings._parsed_default_resources
+    if workflow.is_main_process and "slurm_partition" in default:
+        first, second = (
+            {key: {**default, **settings._parsed_overwrite_resources.get(rule, {})}.get(key) for key in WHERE}
+            for rule in ("train", "train_second")
+        )
+        if {key: str(value) for key, value in first.items()} == {key: str(value) for key, value in second.items()}:
+            sys.exit(
+                "qkpipe: error: profiles/slurm/config.yaml: set-resources.train_second: must send the second set elsewhere than "
+                f"train; give it another {' or '.join(WHERE)}"
+            )
+    return compared(SECOND)
+
+
+def comparison(wildcards):
+    """The tables and the figure of two devices, where they are asked for; else a report shows them as they are."""
+    return [*PORTABILITY_TABLES, PATHS.figure("portability")] if portability_is_asked() else []
 
 
 def archived(*files, **options):
@@ -150,6 +193,12 @@ ANALYSES = {
     "horizon": ("horizon", "horizon_curves"),
     "remedies": ("remedies",),
 }
+# The second device, if the study names one: its folders, the tables about it, and what on a cluster makes it another one.
+PORTABILITY = STUDY.config.portability
+SECOND = PATHS.second(PORTABILITY.device) if PORTABILITY else None
+PORTABILITY_TABLES = [PATHS.analysis(name) for name in ("portability", "portability_arms", "portability_curves")]
+WHERE = ("slurm_partition", "gpu_model", "constraint")
+ASKED_FIGURES = {"portability": ("portability", "portability_curves")} if PORTABILITY else {}
 ANALYSED = [PATHS.analysis(table) for tables in ANALYSES.values() for table in tables]
 ARCHIVE = config.get("archive", "").rstrip("/")
 MIRRORED = PATHS.results / "mlflow.mirrored"

@@ -3,7 +3,7 @@
 
 rule figure:
     input:
-        lambda wildcards: [PATHS.analysis(name) for name in FIGURES[wildcards.figure]],
+        lambda wildcards: [PATHS.analysis(name) for name in (FIGURES | ASKED_FIGURES)[wildcards.figure]],
         code=source("src", "qkpipe", "report", "{figure}.py"),
     output:
         svg=report(
@@ -13,7 +13,7 @@ rule figure:
         ),
         png=PATHS.figure("{figure}", "png"),
     wildcard_constraints:
-        figure="|".join(FIGURES),
+        figure="|".join(FIGURES | ASKED_FIGURES),
     log:
         LOGS / "figure" / "{figure}.log",
     message:
@@ -31,6 +31,7 @@ rule report:
         ANALYSED,
         DECLARED,
         DEVICE_TABLES,
+        comparison,
         code=source("src", "qkpipe", "report", "html.py"),
         template=source("workflow", "report", "report.html.j2"),
         device=source("workflow", "report", "device.html.j2"),

@@ -79,6 +79,7 @@ rule database:
         ANALYSED,
         DECLARED,
         DEVICE_TABLES,
+        comparison,
         code=source("src", "qkpipe", "store", "database.py"),
     output:
         PATHS.database,

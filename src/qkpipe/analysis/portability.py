@@ -92,9 +92,7 @@ def build(paths: StudyPaths, study: Study) -> list[Path]:
     """
     name = study.portability.device
     second = paths.second(name)
-    here, there = (
-        {run.key: run for run in scan(folder, study).completed} for folder in (paths, second)
-    )
+    here, there = ({run.key: run for run in scan(folder, study).completed} for folder in (paths, second))
     shared = [key for key in there if key in here]
     if not shared:
         raise BadInput(f"{second.runs}: no run that {paths.runs} has too; `snakemake portability` makes both")

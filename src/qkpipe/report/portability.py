@@ -12,7 +12,9 @@ from qkpipe.store.parquet import read_table
 
 LABEL = "Two devices"
 TABLES = ("portability", "portability_curves")
-QUERY = "SELECT arm, seed, first_verdict, second_verdict, first_bit_step, parted_step, sigma_gap FROM portability"
+QUERY = (
+    "SELECT arm, seed, first_verdict, second_verdict, first_bit_step, parted_step, sigma_gap FROM portability"
+)
 CAPTION = (
     "The same runs on two devices, an arm a row. From left: smoothed training loss, the largest singular value of W_Q over "
     "layers, and the largest applied logit. Grey: the first device; dashed: the second; a line is a seed. Crosses: where a run "

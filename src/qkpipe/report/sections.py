@@ -669,7 +669,12 @@ PORTABILITY = Section(
                 whole("parted_step", "loss parts"),
                 value("sigma_gap", "|Δ log σ(W_Q)|"),
                 value("val_loss_difference", "Δ validation loss"),
-                text("same_environment", "same machine"),
+                Column(
+                    "same_environment",
+                    "same machine",
+                    lambda row: ("yes" if row["same_environment"] else "no", ""),
+                    numeric=False,
+                ),
             ),
             "SELECT arm, seed, first_environment, second_environment, first_verdict, second_verdict FROM portability",
             "No run is there twice.",
