@@ -10,8 +10,8 @@ from store.synthetic import synthetic
 
 __all__ = ["synthetic"]
 
-DECLARED = {"claims", "threshold", "regime"}
-"""These judge declarations of a real study, which the synthetic one does not make."""
+DECLARED = {"claims", "threshold", "regime", "portability"}
+"""These read declarations of a real study, which the synthetic one does not make."""
 ANALYSES = [import_module(f"qkpipe.analysis.{name}") for name in cli.ANALYSES if name not in DECLARED]
 
 
