@@ -95,13 +95,14 @@ def compared(paths):
 def second_records(wildcards):
     """run.json of the second set, once it is clear that a cluster would train it elsewhere."""
     settings = workflow.resource_settings
-    default = settings._parsed_default_resources
+    default, given = settings._parsed_default_resources, settings._parsed_overwrite_resources
     if workflow.is_main_process and "slurm_partition" in default:
-        first, second = (
-            {key: {**default, **settings._parsed_overwrite_resources.get(rule, {})}.get(key) for key in WHERE}
-            for rule in ("train", "train_second")
-        )
-        if {key: str(value) for key, value in first.items()} == {key: str(value) for key, value in second.items()}:
+
+        def place(rule):  # resources as they were written
+            asked = {**default, **given.get(rule, {})}
+            return {key: asked[key].raw for key in WHERE if key in asked}
+
+        if place("train") == place("train_second"):
             sys.exit(
                 "qkpipe: error: profiles/slurm/config.yaml: set-resources.train_second: must send the second set elsewhere than "
                 f"train; give it another {' or '.join(WHERE)}"
