@@ -33,7 +33,7 @@ def figure(paths: StudyPaths) -> Figure:
     runs = read_table(paths.analysis("residual")).to_pandas()
     if runs.empty:
         return empty("No run whose row-sum residual was seen.")
-    fig, grid = plt.subplots(2, 2, figsize=(8.6, 6.2), gridspec_kw={"wspace": 0.3, "hspace": 0.32})
+    fig, grid = plt.subplots(2, 2, figsize=(8.6, 6.2), gridspec_kw={"wspace": 0.48, "hspace": 0.32})
     axes = grid.ravel()
     colours = style.group_colours(runs["group"])
     faulty = runs[runs["bits"].notna() & (runs["correction"] == "none")]
