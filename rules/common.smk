@@ -15,6 +15,14 @@ from qkpipe.store.scan import scan
 from qkpipe.telemetry.schema import SCHEMA_VERSION
 from qkpipe.train.supersede import supersede_all
 
+# The targets as typed, for the jobs of a cluster: see on_command_line().
+os.environ.setdefault("QKPIPE_TARGETS", "")
+
+
+envvars:
+    "QKPIPE_TARGETS",
+
+
 OPTIONS = {"scale", "seeds", "study", "device_check", "archive"}
 
 
@@ -61,7 +69,7 @@ def on_command_line():
     """
     if workflow.is_main_process:
         os.environ["QKPIPE_TARGETS"] = " ".join(workflow.dag_settings.targets)
-    return os.environ.get("QKPIPE_TARGETS", "").split()
+    return os.environ["QKPIPE_TARGETS"].split()
 
 
 def asked_targets():
