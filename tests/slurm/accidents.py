@@ -42,6 +42,7 @@ class Accident:
         tiny = body["scales"]["tiny"]
         tiny["train"] |= {"steps": 600, "telemetry_every": 50, "val_every": 300, "checkpoint_every": 20}
         tiny["resources"] |= {"gpus": 1, **resources}
+        del body["portability"]  # it names other arms
         (self.config / "study.yaml").write_text(yaml.safe_dump(body))
         arms = {arm: {"description": arm, "attention": {"kind": "sdpa"}} for arm in ARMS}
         (self.config / "arms.yaml").write_text(yaml.safe_dump(arms))
