@@ -220,8 +220,19 @@ DEVICE_TABLES = [
     for name in ("device", "device_checks", "device_benchmark", "device_residual", "device_training")
 ]
 
-# Runs that need no GPU can share a job of a cluster: how many, says group-components of the profile.
-RUNS_GROUP = None if RESOURCES.gpus else f"{STUDY.scale}_runs"
+# What a run asks for, all ranks together: `qkpipe train` starts them on one node.
+RUN_RESOURCES = {
+    "mem_mb": RESOURCES.mem_mb * RANKS,
+    "runtime": RESOURCES.runtime_min,
+    "cpus_per_task": RESOURCES.cpus * RANKS,
+    **({"gpu": RESOURCES.gpus * RANKS} if RESOURCES.gpus else {}),
+}
+
+
+def shared_job(name):
+    """The group of runs that need no GPU and can share a job of a cluster; how many, says group-components of the profile."""
+    return None if RESOURCES.gpus else f"{STUDY.scale}_{name}"
+
 
 # Rules say `qkpipe COMMAND`; which interpreter, study and scale that means is said here, where it triggers no rerun.
 shell.prefix(

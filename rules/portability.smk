@@ -33,12 +33,9 @@ if PORTABILITY:
             schema=SCHEMA_VERSION,
         threads: RESOURCES.cpus * RANKS
         resources:
-            mem_mb=RESOURCES.mem_mb * RANKS,
-            runtime=RESOURCES.runtime_min,
-            cpus_per_task=RESOURCES.cpus * RANKS,
-            **({"gpu": RESOURCES.gpus * RANKS} if RESOURCES.gpus else {}),
+            **RUN_RESOURCES,
         group:
-            None if RESOURCES.gpus else f"{STUDY.scale}_second"
+            shared_job("second")
         message:
             "Training {wildcards.arm}, seed {wildcards.seed} on the second device (log: {log})"
         shell:

@@ -22,13 +22,10 @@ rule train:
         config_hash=lambda wildcards: CONFIG_HASHES[wildcards.arm],
         schema=SCHEMA_VERSION,
     threads: RESOURCES.cpus * RANKS
-    resources:  # of all ranks together: `qkpipe train` starts them on one node
-        mem_mb=RESOURCES.mem_mb * RANKS,
-        runtime=RESOURCES.runtime_min,
-        cpus_per_task=RESOURCES.cpus * RANKS,
-        **({"gpu": RESOURCES.gpus * RANKS} if RESOURCES.gpus else {}),
+    resources:
+        **RUN_RESOURCES,
     group:
-        RUNS_GROUP
+        shared_job("runs")
     message:
         "Training {wildcards.arm}, seed {wildcards.seed} (log: {log})"
     shell:

@@ -67,15 +67,20 @@ class StudyPaths:
         return self.results / "data" / f"{corpus}-{tokenizer}"
 
     @property
+    def trained(self) -> Path:
+        """Where runs are, and what is remembered of them."""
+        return self.results
+
+    @property
     def runs(self) -> Path:
-        return self.results / "runs"
+        return self.trained / "runs"
 
     def run(self, arm: str, seed: int) -> RunPaths:
         return RunPaths(self.runs / arm / f"seed={seed}")
 
     @property
     def aside(self) -> Path:
-        return self.results / "superseded"
+        return self.trained / "superseded"
 
     def superseded(self, arm: str, seed: int, config_hash: str) -> Path:
         """Where a finished run of another config goes when the arm changes."""
@@ -90,7 +95,7 @@ class StudyPaths:
     @property
     def measured(self) -> Path:
         """What aggregation remembers of every run; no output, and may be deleted."""
-        return self.results / "measured.parquet"
+        return self.trained / "measured.parquet"
 
     def table(self, name: str, suffix: str = "parquet") -> Path:
         return self.results / "tables" / f"{name}.{suffix}"
@@ -125,20 +130,8 @@ class SecondPaths(StudyPaths):
     device: str = "second"
 
     @property
-    def _own(self) -> Path:
+    def trained(self) -> Path:
         return self.results / "portability" / self.device
-
-    @property
-    def runs(self) -> Path:
-        return self._own / "runs"
-
-    @property
-    def aside(self) -> Path:
-        return self._own / "superseded"
-
-    @property
-    def measured(self) -> Path:
-        return self._own / "measured.parquet"
 
     def scratch(self, run_id: str) -> ScratchPaths:
         """Both runs have one ``run_id``; their checkpoints and locks must not meet."""

@@ -98,11 +98,12 @@ def counted(runs: pd.DataFrame) -> dict[str, Any]:
     """How many of these runs collapsed, with the interval, and whose seeds they are."""
     n, k = len(runs), int(runs["collapsed"].sum())
     low, high = clopper_pearson(k, n, LEVEL)
+    return {"n": n, "collapsed": k, "collapsed_low": low, "collapsed_high": high} | whose(runs)
+
+
+def whose(runs: pd.DataFrame) -> dict[str, str]:
+    """Seeds of these runs and the roles they have, as text."""
     return {
-        "n": n,
-        "collapsed": k,
-        "collapsed_low": low,
-        "collapsed_high": high,
         "seeds": ", ".join(str(seed) for seed in sorted(set(runs["seed"]))),
         "seed_roles": ", ".join(sorted(set(runs["seed_role"]))),
     }

@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
-from qkpipe.analysis.frames import LEVEL, spread, spread_columns, write_frame
+from qkpipe.analysis.frames import LEVEL, spread, spread_columns, whose, write_frame
 from qkpipe.analysis.measured import AXES, measured
 from qkpipe.analysis.statistics import clopper_pearson
 from qkpipe.config import Study
@@ -111,10 +111,9 @@ def build(paths: StudyPaths, study: Study) -> list[Path]:
             "seed_role": study.role(key.arm, key.seed),
             "second": name,
         }
-        rows.append(identity | compare(runs, known))
-        for side, own in known.items():
-            frame = pd.DataFrame({column: own[column] for column in AXES})
-            curves.append(frame.assign(side=side, arm=key.arm, seed=key.seed))
+        frames = {side: pd.DataFrame({name: own[name] for name in AXES}) for side, own in known.items()}
+        rows.append(identity | compare(runs, known, frames))
+        curves += [frame.assign(side=side, arm=key.arm, seed=key.seed) for side, frame in frames.items()]
     table = pd.DataFrame(rows)
     return [
         write_frame(paths.analysis("portability"), table, PORTABILITY),
@@ -137,8 +136,12 @@ def is_current(paths: StudyPaths, study: Study) -> bool:
     )
 
 
-def compare(runs: dict[str, CompletedRun], known: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What one run and its second make differ in (columns of ``PORTABILITY``); ``known`` is what was measured of each."""
+def compare(
+    runs: dict[str, CompletedRun], known: dict[str, dict[str, Any]], curves: dict[str, pd.DataFrame]
+) -> dict[str, Any]:
+    """What one run and its second make differ in (columns of ``PORTABILITY``); ``known`` is what was measured of each, by side,
+    ``curves`` the part of it that has steps.
+    """
     first, second = (runs[side].record for side in SIDES)
     if first["data_hash"] != second["data_hash"]:
         raise BadInput(
@@ -158,7 +161,6 @@ def compare(runs: dict[str, CompletedRun], known: dict[str, dict[str, Any]]) -> 
             **{f"{side}_{name}": own[name] for name in ("collapsed", "collapse_step", "final_val_loss")},
         }
     losses = [read_table(runs[side].paths.table("steps"), ["loss"])["loss"].to_numpy() for side in SIDES]
-    curves = [pd.DataFrame({name: known[side][name] for name in AXES}) for side in SIDES]
     ends = [known[side]["collapse_step"] for side in SIDES if known[side]["collapse_step"] is not None]
     values = [known[side]["final_val_loss"] for side in SIDES]
     return row | {
@@ -170,7 +172,7 @@ def compare(runs: dict[str, CompletedRun], known: dict[str, dict[str, Any]]) -> 
         "fire_agree": (first["fire_step"] is None) == (second["fire_step"] is None),
         "first_bit_step": first_true(*losses, _differs),
         "parted_step": first_true(*losses, _apart),
-        "sigma_gap": sigma_gap(*curves, min(ends, default=None)),
+        "sigma_gap": sigma_gap(curves["first"], curves["second"], min(ends, default=None)),
         "val_loss_difference": None if None in values else values[1] - values[0],
     }
 
@@ -218,9 +220,7 @@ def by_arm(rows: pd.DataFrame) -> list[dict[str, Any]]:
         row["both_collapsed"] = int((own["first_collapsed"] & own["second_collapsed"]).sum())
         for name in ("first_bit_step", "parted_step", "collapse_step_difference", *MEASURES):
             row |= spread(own[name], name)
-        row["seeds"] = ", ".join(str(seed) for seed in sorted(set(own["seed"])))
-        row["seed_roles"] = ", ".join(sorted(set(own["seed_role"])))
-        table.append(row)
+        table.append(row | whose(own))
     return table
 
 

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jinja2
@@ -58,8 +59,9 @@ def context(paths: StudyPaths, study: Study) -> dict[str, Any]:
         run["run_id"]: json.loads(paths.run(run["arm"], run["seed"]).record.read_text()) for run in runs
     }
     events = read_runs((paths.run(run["arm"], run["seed"]) for run in runs), "events").to_pandas()
-    sections = [*SECTIONS, PORTABILITY] if is_current(paths, study) else SECTIONS
-    figures = [*FIGURES, *(name for section in sections for name in section.figures if name in ASKED)]
+    sections, figures = SECTIONS, FIGURES
+    if is_current(paths, study):
+        sections, figures = (*SECTIONS, PORTABILITY), FIGURES | ASKED
     scales = {measure: Scale.over(curves, measure, log=measure in style.LOG_SCALED) for measure in MEASURES}
     return {
         "scale": study.scale,
@@ -78,7 +80,7 @@ def context(paths: StudyPaths, study: Study) -> dict[str, Any]:
         "regimes": _rows_if_there(paths.table("regime")),
         "gpu": device.section(paths),
         "exclusions": _rows(paths.analysis("exclusions")),
-        "figures": {name: _figure(name, paths) for name in figures},
+        "figures": {name: _figure(name, module, paths) for name, module in figures.items()},
         "sections": [shown(section, paths) for section in sections],
         "arms": [arm | _arm(arm["arm"], runs, curves, events, records, scales, paths) for arm in summary],
         "colours": style.group_colours(arm["group"] for arm in summary),
@@ -97,12 +99,11 @@ def _rows_if_there(path: Path) -> list[dict[str, Any]]:
     return _rows(path) if path.exists() else []
 
 
-def _figure(name: str, paths: StudyPaths) -> dict[str, Any]:
+def _figure(name: str, module: ModuleType, paths: StudyPaths) -> dict[str, Any]:
     path = paths.figure(name)
     if not path.exists():
         raise BadInput(f"{path}: no such file; draw figure {name!r} first")
     image = base64.b64encode(path.read_bytes()).decode()
-    module = (FIGURES | ASKED)[name]
     return {
         "name": name,
         "label": module.LABEL,

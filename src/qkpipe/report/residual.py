@@ -30,7 +30,7 @@ CAPTION = (
 
 def figure(paths: StudyPaths) -> Figure:
     """Drawn from ``residual``, ``law_runs`` and ``law``."""
-    runs = read_table(paths.analysis("residual")).to_pandas()
+    runs, law_runs, law, *beside = (read_table(paths.analysis(name)).to_pandas() for name in TABLES)
     if runs.empty:
         return empty("No run whose row-sum residual was seen.")
     fig, grid = plt.subplots(2, 2, figsize=(8.6, 6.2), gridspec_kw={"wspace": 0.48, "hspace": 0.32})
@@ -55,8 +55,8 @@ def figure(paths: StudyPaths) -> Figure:
         )
     axes[1].set_xlabel("r")
     axes[1].set_ylabel("final σ(W_Q)")
-    _law(axes[2], *(read_table(paths.analysis(name)).to_pandas() for name in ("law_runs", "law")))
-    _beside(axes[3], *(read_table(paths.analysis(name)).to_pandas() for name in TABLES[2:]))
+    _law(axes[2], law_runs, law)
+    _beside(axes[3], law, *beside)
     for ax, sides in zip(axes[:3], ("y", "xy", "xy"), strict=True):
         style.logarithmic(ax, *sides)
     axes[0].xaxis.set_major_locator(plt.MaxNLocator(integer=True))
@@ -99,20 +99,17 @@ def _law(ax: Axes, runs: pd.DataFrame, law: pd.DataFrame) -> None:
 
 def _beside(ax: Axes, law: pd.DataFrame, collapse: pd.DataFrame, settings: pd.DataFrame) -> None:
     ax.set_xlabel("fall of AIC against the law on r")
-    gains = {
-        f"r and {name.replace('_', ' ')}": gain
-        for name, gain in zip(collapse["beside_r"], collapse["aic_gain"])
-    }
+    gains = collapse.set_index("beside_r")["aic_gain"].dropna().astype(float)
+    gains.index = [f"r and {name.replace('_', ' ')}" for name in gains.index]
     if len(law) and len(settings):
         gains["settings, without r"] = law["aic"].iloc[0] - settings["aic"].iloc[0]
-    gains = {name: gain for name, gain in gains.items() if pd.notna(gain)}
-    if not gains:
+    if gains.empty:
         ax.text(0.5, 0.5, "no law, or nothing beside r varies", ha="center", va="center", color=style.MUTED)
         ax.set_axis_off()
         return
     rows = range(len(gains))
     ax.axvline(0.0, color=style.MUTED, linewidth=0.8, zorder=0)
-    ax.hlines(rows, 0.0, list(gains.values()), color=style.PALETTE[0], linewidth=1.0)
-    ax.scatter(list(gains.values()), rows, 22, color=style.PALETTE[0])
-    ax.set_yticks(rows, list(gains))
+    ax.hlines(rows, 0.0, gains, color=style.PALETTE[0], linewidth=1.0)
+    ax.scatter(gains, rows, 22, color=style.PALETTE[0])
+    ax.set_yticks(rows, gains.index)
     ax.set_ylim(len(gains) - 0.5, -0.5)
