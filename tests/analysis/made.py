@@ -9,7 +9,7 @@ PLAIN = {
     "probe": "none", "model": "m", "optimizer": "o", "tokenizer": "bytes", "steps_planned": 600, "steps_done": 600,
     "seed": 10, "seed_role": "confirmatory", "collapsed": False, "censored": False, "correction": "none", "fault": "none",
     "attention": "streaming", "quantities": "none", "repair": "none", "attention_gain": 1.0, "tile": 8, "beta1": 0.9,
-    "lr": 1e-3, "warmup": 50, "d_head": 16, "final_sigma_q": 2.0, "peak_logit": 10.0, "final_val_loss": 2.0,
+    "lr": 1e-3, "warmup": 50, "accumulation": 1, "d_head": 16, "final_sigma_q": 2.0, "peak_logit": 10.0, "final_val_loss": 2.0,
 }  # fmt: skip
 
 

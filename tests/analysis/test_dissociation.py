@@ -11,6 +11,7 @@ def test_one_row_an_arm_with_counts_and_medians(synthetic):
     assert table.schema.equals(dissociation.DISSOCIATION)
     rows = {row["arm"]: row for row in table.to_pylist()}
     assert list(rows) == study.runnable
+    assert {arm for arm, row in rows.items() if row["headline"]} == study.headline
     assert (rows["faulty"]["n"], rows["faulty"]["collapsed"], rows["faulty"]["fired"]) == (2, 2, 0)
     assert (rows["splice_mlp"]["collapsed"], rows["guard"]["collapsed"], rows["guard"]["fired"]) == (2, 0, 2)
     assert rows["guard"]["median_fire_step"] == 122.5

@@ -28,6 +28,7 @@ def test_who_is_healthy_uncorrected_doomed():
         {"arm": "guarded", "source": "s", "correction": "guard", "collapsed": True},
         {"arm": "probed", "source": "s", "probe_action": "on_target", "collapsed": True},
         {"arm": "observed", "source": "s", "probe_action": "observe", "collapsed": True},
+        {"arm": "logged", "source": "s", "intervention": "guard-log(30)", "collapsed": True},
     )
 
     def named(mask):
@@ -35,8 +36,9 @@ def test_who_is_healthy_uncorrected_doomed():
 
     assert named(frames.healthy(runs)) == ["healthy"]
     assert named(frames.stressed(runs)) == ["stressed"]
-    assert named(frames.doomed(runs)) == ["faulty", "observed"]
-    assert named(frames.uncorrected(runs)) == ["healthy", "stressed", "faulty", "held", "observed"]
+    assert named(frames.watched(runs)) == ["observed", "logged"]
+    assert named(frames.doomed(runs)) == ["faulty"]
+    assert named(frames.uncorrected(runs)) == ["healthy", "stressed", "faulty", "held"]
 
 
 def test_bootstrap_resamples_seeds_not_runs():

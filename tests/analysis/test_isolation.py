@@ -23,11 +23,15 @@ def test_arms_of_one_setting_are_one_row_and_other_sources_are_none():
         {"arm": "repaired", "seed": 1, **faulty, "repair": "delta=p", "correction": "repair"},
         {"arm": "gradient", "seed": 1, **faulty, "fault": "quantizer"},
         {"arm": "spliced", "seed": 1, **faulty, "correction": "splice"},
+        {"arm": "logged", "seed": 1, **faulty, "intervention": "guard-log(30)"},
+        {"arm": "other tokenizer", "seed": 1, **faulty, "tokenizer": "bpe"},
+        {"arm": "micro-batched", "seed": 1, **faulty, "accumulation": 5},
         {"arm": "clean", "seed": 1},
-    ).assign(dose=[0.1, 0.2, 0.0, 0.1, 0.1, 0.0])
+        {"arm": "clean too", "seed": 2},
+    ).assign(dose=[0.1, 0.2, 0.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.0, 0.0])
     rows = isolation.isolate(runs)
     assert [(row["question"], row["arms"], row["n"], row["collapsed"]) for row in rows] == [
-        ("clean", "clean", 1, 0),
+        ("clean", "clean, clean too", 2, 0),
         ("dose", "a, b", 2, 1),
         ("repair", "repaired", 1, 0),
     ]

@@ -112,9 +112,23 @@ def test_precisions_that_differ_have_labels_that_differ():
     assert [label for label, found in by_label.items() if len(found) > 1] == []
 
 
+def test_arms_that_train_to_other_bits_are_told_apart_by_their_labels_and_settings():
+    """Else a table by source and correction would count one fault as another: tiles, heads, how often a guard looks, ..."""
+    study = load_study()
+    shared = {}
+    for arm in study.runnable:
+        run = study.resolve(arm, 0)
+        labels = run.labels()
+        if labels["source"] != "none":
+            settings = (run.tokenizer_name, run.train.accumulation, run.train.steps)
+            shared.setdefault((*labels.values(), *settings), []).append(arm)
+    assert len(shared) > 200
+    assert [arms for arms in shared.values() if len(arms) > 1] == []
+
+
 def test_labels_say_what_a_run_is():
     labels = {arm: TINY.resolve(arm, 0).labels() for arm in TINY.runnable}
     assert labels["fp32"]["source"] == "none"
-    assert labels["faulty"]["source"] == "streaming-uniform(2)"
+    assert labels["faulty"]["source"] == "streaming-tile8-uniform(2)"
     assert labels["guard"]["intervention"] == "guard(0.01)"
     assert labels["probe_on"]["probe"] != "none"

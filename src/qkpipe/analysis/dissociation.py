@@ -20,13 +20,14 @@ DISSOCIATION = pa.schema(
     [
         *((name, pa.string()) for name in ("arm", "group", "description", "source", "route")),
         *((name, pa.string()) for name in ("intervention", "probe", "model", "twin", "seeds", "seed_roles")),
+        ("headline", pa.bool_()),
         *((name, pa.int64()) for name in ("n", "collapsed", "collapsed_paper", "censored", "fired")),
         ("median_collapse_step", pa.float64()),
         ("median_fire_step", pa.float64()),
         *((f"{measure}_{part}", pa.float64()) for measure in MEASURES for part in ("median", "min", "max")),
     ]
 )
-"""One row an arm, over all its seeds."""
+"""One row an arm, over all its seeds; ``headline``: one of those the study leads with (``Study.headline``)."""
 
 
 def build(paths: StudyPaths, study: Study) -> list[Path]:
@@ -39,7 +40,12 @@ def build(paths: StudyPaths, study: Study) -> list[Path]:
 
 def summarise(runs: pd.DataFrame, study: Study) -> list[dict[str, Any]]:
     """Rows of the table, in the config's order of arms."""
-    return [_arm(runs[runs["arm"] == arm], study) for arm in study.runnable if (runs["arm"] == arm).any()]
+    headline = study.headline
+    return [
+        _arm(runs[runs["arm"] == arm], study) | {"headline": arm in headline}
+        for arm in study.runnable
+        if (runs["arm"] == arm).any()
+    ]
 
 
 def _arm(runs: pd.DataFrame, study: Study) -> dict[str, Any]:

@@ -67,9 +67,16 @@ def usual(runs: pd.DataFrame, *columns: str) -> pd.DataFrame:
     return runs
 
 
+def watched(runs: pd.DataFrame) -> pd.Series:
+    """A guard that only logs, or a probe that only observes, is attached: the bits of the run that it watches over again, which
+    would count one run as two.
+    """
+    return runs["intervention"].str.contains("guard-log", regex=False) | (runs["probe_action"] == "observe")
+
+
 def uncorrected(runs: pd.DataFrame) -> pd.Series:
-    """Nothing acts against a collapse; a probe that only observes does not."""
-    return (runs["correction"] == NONE) & (runs["probe_action"].isna() | (runs["probe_action"] == "observe"))
+    """Nothing acts against a collapse, and nothing watches."""
+    return (runs["correction"] == NONE) & runs["probe_action"].isna() & ~watched(runs)
 
 
 def stressed(runs: pd.DataFrame) -> pd.Series:

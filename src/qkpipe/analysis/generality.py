@@ -23,6 +23,7 @@ from qkpipe.analysis.frames import (
     spread_columns,
     study_runs,
     usual,
+    watched,
     write_frame,
 )
 from qkpipe.analysis.settings import NONE
@@ -68,7 +69,7 @@ def build(paths: StudyPaths, study: Study) -> list[Path]:
 
 def cells(runs: pd.DataFrame, study: Study) -> list[dict[str, Any]]:
     """Rows of ``FACTORIAL``: all probe-free runs of the study's horizon, then the cells that were not run."""
-    shown = usual(runs[runs["probe_action"].isna()], "steps_planned").copy()
+    shown = usual(runs[runs["probe_action"].isna() & ~watched(runs)], "accumulation", "steps_planned").copy()
     shown["kinds"], shown["correction"] = shown["correction"], shown["intervention"]
     shown["log_sigma"] = np.log(shown["final_sigma_q"].astype(float))
     shown["log_logit"] = np.log(shown["peak_logit"].astype(float))

@@ -20,6 +20,7 @@ from qkpipe.analysis.frames import (
     spread_columns,
     study_runs,
     usual,
+    watched,
     write_frame,
 )
 from qkpipe.analysis.residual import doses
@@ -64,12 +65,13 @@ def build(paths: StudyPaths, study: Study) -> list[Path]:
 
 def isolate(runs: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows of the table; ``runs`` carries the column ``dose``."""
-    runs = usual(runs, "model", "optimizer", "steps_planned")
+    runs = usual(runs, "model", "optimizer", "tokenizer", "accumulation", "steps_planned")
     shown = runs[
         (runs["attention"] == "streaming")
         & (runs["fault"] == NONE)
         & runs["correction"].isin([NONE, "repair"])
         & runs["probe_action"].isna()
+        & ~watched(runs)
     ]
     rows = [_row(group) for _, group in shown.groupby(list(KEY), sort=False, dropna=False)]
     order = {question: i for i, question in enumerate(("clean", "makes", "repairs", "dose", "repair"))}

@@ -41,6 +41,7 @@ def _sizes(run: RunConfig) -> dict[str, Any]:
         "lr": optimizer.lr,
         "beta1": optimizer.beta1 if optimizer.name == "adamw" else optimizer.momentum,
         "warmup": optimizer.warmup,
+        "accumulation": run.train.accumulation,
     }
 
 

@@ -154,6 +154,15 @@ class Study:
         return self._requested(self.config.targets[known], seeds)
 
     @property
+    def headline(self) -> set[str]:
+        """Arms that some target runs on every seed of its role: those the study leads with; empty where none is named."""
+        return {
+            arm
+            for target in self.config.targets.values()
+            for arm in _matching(target.headline, self.runnable)
+        }
+
+    @property
     def portability(self) -> PortabilityConfig:
         """The section of that name; :class:`BadInput` where there is none."""
         if self.config.portability is None:

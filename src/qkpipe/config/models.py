@@ -162,7 +162,8 @@ class ModelConfig(Frozen):
         family = {"learned": "gpt2", "rope": "rope"}[self.position]
         if self.norm == "rmsnorm" and self.mlp == "swiglu":
             family = "llama"
-        return f"{family}-{self.n_layers}x{self.d_model}-h{self.n_heads}"
+        untied = "" if self.tied_head else "-untied"
+        return f"{family}-{self.n_layers}x{self.d_model}-h{self.n_heads}{untied}"
 
 
 Bits = Annotated[int, Field(ge=1, le=23)]
@@ -304,7 +305,7 @@ class AttentionConfig(Frozen):
         if self.kind == "sdpa":
             return "sdpa" if self.backend == "default" else f"sdpa-{self.backend}"
         ring = "" if self.block_tiles is None else f"-ring{self.block_tiles}"
-        return f"streaming{ring}-{self.precision.label()}"
+        return f"streaming{ring}-tile{self.tile}-{self.precision.label()}"
 
 
 class OptimizerConfig(Frozen):

@@ -23,7 +23,8 @@ class Guard(Mechanism):
         return True
 
     def label(self) -> str:
-        return f"guard({self.threshold:g})" if self.mode == "act" else f"guard-log({self.threshold:g})"
+        kind = "guard" if self.mode == "act" else "guard-log"
+        return f"{kind}({self.threshold:g})" + ("" if self.every == 1 else f"/{self.every}")
 
     def build(self, context: Any) -> Hook:
         return GuardHook(context, self)

@@ -18,7 +18,8 @@ LABEL = "Figure 1"
 TABLES = ("dissociation", "curves", "runs")
 QUERY = "SELECT arm, seed, step, loss, sigma_q, max_logit FROM curves ORDER BY ALL"
 CAPTION = (
-    "Every arm in a row: smoothed training loss, the largest singular value of W_Q over layers, and the largest "
+    "The arms that the study leads with, each in a row (all are in the table): smoothed "
+    "training loss, the largest singular value of W_Q over layers, and the largest "
     "attention logit as applied. Thin lines are seeds, the thick one their median; grey is the median of the arm's "
     "twin, which differs by the fault alone. Red crosses mark collapses (primary rule), triangles the step at which a "
     "trigger fired."
@@ -28,8 +29,8 @@ MEASURES = ("loss", "sigma_q", "max_logit")
 
 def figure(paths: StudyPaths) -> Figure:
     """Drawn from ``dissociation``, ``curves`` and ``runs`` alone."""
-    every_arm = read_table(paths.analysis("dissociation")).to_pylist()
-    arms = [arm for arm in every_arm if not is_candidate(arm["arm"])]
+    table = read_table(paths.analysis("dissociation")).to_pandas()
+    arms = style.leading(table[~table["arm"].map(is_candidate).astype(bool)]).to_dict("records")
     curves = read_table(paths.analysis("curves")).to_pandas()
     runs = read_table(paths.analysis("runs")).to_pandas()
     colours = style.group_colours(arm["group"] for arm in arms)

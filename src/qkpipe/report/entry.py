@@ -17,7 +17,8 @@ LABEL = "Table 3, drawn"
 TABLES = ("entry", "entry_runs", "entry_predictors")
 QUERY = "SELECT arm, structure, hold_in_memories, seed, coherence, error_ratio, log_sigma_ratio FROM entry_runs ORDER BY ALL"
 CAPTION = (
-    "Entry. Left: by run, the log ratio of the final σ(W_Q) to the healthy twin's against the error's temporal "
+    "Entry, by the error's structure in time. Left: by run, the "
+    "log ratio of the final σ(W_Q) to the healthy twin's against the error's temporal "
     "sign-coherence; the size of a point grows with the error's norm over the gradient's. Middle: the same against "
     "the time for which signs are held, in memories of Adam's first moment, 1/(1-β1). Right: Spearman's correlation "
     "of each predictor with that outcome over all these runs, with 95% bootstrap intervals over seeds."
@@ -39,19 +40,25 @@ def figure(paths: StudyPaths) -> Figure:
     fig, axes = plt.subplots(
         1, 3, figsize=(8.6, 3.0), gridspec_kw={"wspace": 0.42, "width_ratios": (1, 1, 0.8)}
     )
-    colours = style.group_colours(runs["arm"])
-    for arm, own in runs.groupby("arm", sort=False):
+    structures = runs["structure"].fillna("quantizer's own")
+    colours = style.group_colours(structures)
+    for structure, own in runs.groupby(structures, sort=False):
         size = 14 + 26 * own["error_ratio"].clip(0, 2).fillna(0)
         known = own["coherence"].notna()
         axes[0].scatter(
             own.loc[known, "coherence"], own.loc[known, "log_sigma_ratio"], size[known],
-            color=colours[arm], alpha=0.75, linewidths=0, label=arm,
+            color=colours[structure], alpha=0.75, linewidths=0, label=structure.replace("_", " "),
         )  # fmt: skip
         held = own["hold_in_memories"].replace(np.inf, np.nan)
-        axes[1].scatter(held, own["log_sigma_ratio"], 18, color=colours[arm], alpha=0.75, linewidths=0)
+        axes[1].scatter(held, own["log_sigma_ratio"], 18, color=colours[structure], alpha=0.75, linewidths=0)
         forever = own[np.isinf(own["hold_in_memories"].astype(float))]
         axes[1].scatter(
-            [100] * len(forever), forever["log_sigma_ratio"], 18, color=colours[arm], alpha=0.75, linewidths=0
+            [100] * len(forever),
+            forever["log_sigma_ratio"],
+            18,
+            color=colours[structure],
+            alpha=0.75,
+            linewidths=0,
         )
     axes[0].set_xlabel("sign-coherence of the error")
     axes[0].set_ylabel("log σ(W_Q) over twin")

@@ -21,8 +21,11 @@ QUERY = (
 CAPTION = (
     "Source x correction, a panel for each model, optimizer and tokenizer: runs that collapsed of those there are, "
     "red where all did. n/a: the correction cannot change a bit of such a run (a clean splice away from the fault's "
-    "route). A dot: not run."
+    "route). A dot: not run. Where there are more corrections or sources than fit, those that were run with one alone are in "
+    "the table only."
 )
+FIT = {"correction": 14, "source": 24}
+"""Columns and rows of a panel that are still legible."""
 MAP = LinearSegmentedColormap.from_list("share", ["#e6f4ea", "#fdf3dc", "#f4b8b1"])
 
 
@@ -31,7 +34,9 @@ def figure(paths: StudyPaths) -> Figure:
     table = read_table(paths.analysis("factorial")).to_pandas()
     if table.empty:
         return empty("No run without a probe.")
-    panels = list(table.groupby(["model", "optimizer", "tokenizer"], sort=False))
+    panels = [
+        (name, crossed(own)) for name, own in table.groupby(["model", "optimizer", "tokenizer"], sort=False)
+    ]
     panels.sort(key=lambda panel: -panel[1]["n"].sum())
     sizes = [own["source"].nunique() for _, own in panels]
     fig, axes = plt.subplots(
@@ -42,6 +47,15 @@ def figure(paths: StudyPaths) -> Figure:
         _panel(ax, own)
         ax.set_title(", ".join(setting))
     return fig
+
+
+def crossed(panel: pd.DataFrame) -> pd.DataFrame:
+    """Of a panel with too many corrections or sources, those that meet more than one of the other."""
+    for side, other in (("correction", "source"), ("source", "correction")):
+        if panel[side].nunique() > FIT[side]:
+            met = panel[panel["status"] == "run"].groupby(side)[other].nunique()
+            panel = panel[panel[side].isin(met.index[met > 1])]
+    return panel
 
 
 def _panel(ax: Axes, table: pd.DataFrame) -> None:

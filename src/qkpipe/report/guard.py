@@ -12,13 +12,13 @@ from qkpipe.report import style
 from qkpipe.store.parquet import read_table
 
 LABEL = "Figure 3"
-TABLES = ("guard_curves", "guard_firing")
+TABLES = ("guard_curves", "guard_firing", "dissociation")
 QUERY = "SELECT panel, role, arm, seed, step, max_logit, sigma_q, loss FROM guard_curves ORDER BY ALL"
 CAPTION = (
     "Anatomy of the guard. Top: the largest attention logit as applied, and the threshold (dashed); middle: the largest "
     "singular value of W_Q over layers; bottom: smoothed loss. Triangles mark the step at which the trigger fired, red crosses "
     "the collapse of the same seed without it. Thin lines are seeds, thick ones medians; always on is the same normalisation "
-    "from the first step."
+    "from the first step. Triggered arms that the study leads with, or all where it leads with none; the tables have all."
 )
 MEASURES = ("max_logit", "sigma_q", "loss")
 ROLE_COLOURS = {
@@ -30,10 +30,11 @@ ROLE_COLOURS = {
 
 
 def figure(paths: StudyPaths) -> Figure:
-    """Drawn from ``guard_curves`` and ``guard_firing`` alone: one column a triggered arm."""
+    """Drawn from its tables alone: one column a triggered arm, of those the study leads with."""
     curves = read_table(paths.analysis("guard_curves")).to_pandas()
     firings = read_table(paths.analysis("guard_firing")).to_pandas()
-    panels = list(dict.fromkeys(curves["panel"]))
+    arms = read_table(paths.analysis("dissociation")).to_pandas()
+    panels = list(style.leading(arms[arms["arm"].isin(curves["panel"])])["arm"])
     columns = max(len(panels), 1)
     fig, axes = plt.subplots(
         len(MEASURES),

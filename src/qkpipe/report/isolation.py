@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
+from qkpipe.analysis.settings import EVERY, NONE
 from qkpipe.paths import StudyPaths
 from qkpipe.report import style
 from qkpipe.report.forest import empty, forest
@@ -46,7 +47,9 @@ def figure(paths: StudyPaths) -> Figure:
 def describe(row: object) -> str:
     """A row's setting in one line."""
     what = {"clean": "fp32", "dose": "all", "makes": f"only {row.what}", "repairs": f"all but {row.what}"}
-    parts = [what.get(row.question, f"all, {row.what}")]
+    rounded = "only " + row.quantities if row.quantities not in (EVERY, NONE) else "all"
+    parts = [what.get(row.question, f"{rounded}, {row.what}")]
+    parts += [part for part in row.source.split("-") if part.startswith(("ring", "io("))]
     if row.bits == row.bits:  # not NaN
         parts.append(f"m={row.bits:.0f}")
     parts.append(f"tile {row.tile:.0f}")

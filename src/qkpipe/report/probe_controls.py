@@ -26,7 +26,7 @@ def figure(paths: StudyPaths) -> Figure:
         return empty("No probed run.")
     table = table.sort_values(["control", "action", "directions", "side", "k"], kind="stable")
     labels = [
-        f"{row.control}: {row.action.replace('_', ' ')}, k={row.k}, {row.side.replace('_', '-')}"
+        f"{row.arm}: {row.action.replace('_', ' ')}, k={row.k}, {row.side.replace('_', '-')}"
         + (f", from {row.start_step}" if row.start_step else "")
         for row in table.itertuples()
     ]

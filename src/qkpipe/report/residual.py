@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from qkpipe.analysis.settings import NONE
 from qkpipe.paths import StudyPaths
 from qkpipe.report import style
 from qkpipe.report.forest import empty
@@ -21,11 +22,13 @@ QUERY = (
 CAPTION = (
     "The row-sum residual r = mean|Σ dS| / mean Σ|dS| before anything else has moved (from the end of the warm-up to "
     "twice its length). Top left: r by mantissa bits, uncorrected faults of the recurrence. Top right: the final σ(W_Q) "
-    "against r, every run whose backward is seen. Bottom left: time to collapse against r, open triangles are runs that "
+    "against r, every run whose backward is seen, by where its "
+    "error enters. Bottom left: time to collapse against r, open triangles are runs that "
     "had not collapsed when they ended (censored); the line is the fitted law at the learning rate most runs have, with "
     "its 95% spread. Bottom right: does r stand for the settings? By how much the law's AIC falls when a setting is put "
     "beside r, or all of them instead of r: right of 0 they tell something that r does not."
 )
+PLACES = ("no fault", "attention", "attention and outside it", "outside attention")
 
 
 def figure(paths: StudyPaths) -> Figure:
@@ -35,7 +38,8 @@ def figure(paths: StudyPaths) -> Figure:
         return empty("No run whose row-sum residual was seen.")
     fig, grid = plt.subplots(2, 2, figsize=(8.6, 6.2), gridspec_kw={"wspace": 0.48, "hspace": 0.32})
     axes = grid.ravel()
-    colours = style.group_colours(runs["group"])
+    places = runs["source"].map(place)
+    colours = style.group_colours(PLACES)
     faulty = runs[runs["bits"].notna() & (runs["correction"] == "none")]
     shift = np.random.default_rng(0).uniform(-0.15, 0.15, len(faulty))
     axes[0].scatter(
@@ -43,15 +47,18 @@ def figure(paths: StudyPaths) -> Figure:
     )
     axes[0].set_xlabel("explicit mantissa bits")
     axes[0].set_ylabel("r")
-    for group, own in runs.groupby("group", sort=False):
+    for name in PLACES:
+        own = runs[places == name]
+        if own.empty:
+            continue
         axes[1].scatter(
             own["dose"],
             np.exp(own["log_sigma"]),
             12,
-            color=colours[group],
+            color=colours[name],
             alpha=0.6,
             linewidths=0,
-            label=group,
+            label=name,
         )
     axes[1].set_xlabel("r")
     axes[1].set_ylabel("final σ(W_Q)")
@@ -63,6 +70,15 @@ def figure(paths: StudyPaths) -> Figure:
     style.legend_below(fig, axes[1])
     fig.subplots_adjust(bottom=0.14)
     return fig
+
+
+def place(source: str) -> str:
+    """Where a source's error enters, one of ``PLACES``, by the label that the run has."""
+    if source == NONE:
+        return PLACES[0]
+    if not source.startswith("streaming-"):
+        return PLACES[3]
+    return PLACES[2 if ")+" in source else 1]
 
 
 def _law(ax: Axes, runs: pd.DataFrame, law: pd.DataFrame) -> None:

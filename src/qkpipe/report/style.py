@@ -79,6 +79,14 @@ def group_colours(groups: Iterable[str]) -> dict[str, str]:
     return {name: PALETTE[position % len(PALETTE)] for position, name in enumerate(names)}
 
 
+def leading(arms: pd.DataFrame) -> pd.DataFrame:
+    """Rows of ``dissociation`` for the arms that the study leads with, or all where it names none (or has none of them yet):
+    a figure of one panel an arm cannot show hundreds.
+    """
+    named = arms[arms["headline"].astype(bool)]
+    return named if len(named) else arms
+
+
 def draw_seeds(
     ax: Axes, curves: pd.DataFrame, column: str, colour: str, label: str | None = None, zorder: float = 2
 ) -> None:
@@ -170,7 +178,9 @@ def logarithmic(ax: Axes, *sides: str) -> None:
 
 
 def plain_log_ticks() -> matplotlib.ticker.Formatter:
-    return matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}" if value < 1e5 else f"{value:.0e}")
+    return matplotlib.ticker.FuncFormatter(
+        lambda value, _: f"{value:g}" if 1e-3 <= value < 1e5 else f"{value:.0e}"
+    )
 
 
 def save(figure: Figure, paths: Iterable[Path]) -> list[Path]:

@@ -43,7 +43,17 @@ def figure(paths: StudyPaths) -> Figure:
             own["step"], own["low"], own["high"], step="post", color=colour, alpha=0.16, linewidth=0
         )
         ax.step(own["step"], own["survival"], where="post", color=colour, linewidth=1.6)
-        ax.set_title(f"{arm} (n = {own['n'].iloc[0]})", fontsize=8)
+        ax.set_title(arm, fontsize=6.8 if len(arm) > 20 else 8)
+        ax.text(
+            0.97,
+            0.9,
+            f"n = {own['n'].iloc[0]}",
+            transform=ax.transAxes,
+            ha="right",
+            va="top",
+            fontsize=7,
+            color=style.MUTED,
+        )
         ax.set_ylim(-0.03, 1.05)
         ax.grid(axis="y", color=style.RULE, linewidth=0.5)
     for ax in axes[-1]:

@@ -29,10 +29,10 @@ def figure(paths: StudyPaths) -> Figure:
     fig, axes = plt.subplots(
         len(settings),
         2,
-        figsize=(8.6, 0.5 + 2.3 * len(settings)),
+        figsize=(8.6, 0.5 + 2.5 * len(settings)),
         sharex=True,
         squeeze=False,
-        gridspec_kw={"wspace": 0.22},
+        gridspec_kw={"wspace": 0.22, "hspace": 0.3},
     )
     for row, ((model, optimizer), own) in zip(axes, settings, strict=True):
         for kind, colour, label in (
@@ -53,7 +53,7 @@ def figure(paths: StudyPaths) -> Figure:
                 share,
                 color=colour,
                 linewidth=1.6,
-                label=f"{label} (n = {own[f'{kind}_n'].iloc[0]})",
+                label=label,
             )
         row[1].fill_between(
             own["threshold"],
@@ -64,9 +64,9 @@ def figure(paths: StudyPaths) -> Figure:
             linewidth=0,
         )
         row[1].plot(own["threshold"], own["lead_median"], color=style.PALETTE[1], linewidth=1.6)
-        row[0].set_title(f"{model}, {optimizer}: share")
-        row[1].set_title("lead (steps)")
-        row[0].legend(fontsize=7.5)
+        healthy, doomed = own["healthy_n"].iloc[0], own["doomed_n"].iloc[0]
+        row[0].set_title(f"{model}, {optimizer}\nshare of {healthy} healthy, {doomed} doomed", fontsize=8)
+        row[1].set_title("lead (steps)", fontsize=8)
         for ax in row:
             ax.axvline(30, color=style.INK, linewidth=0.8, linestyle=(0, (4, 3)))
             ax.set_xscale("log")
@@ -74,4 +74,5 @@ def figure(paths: StudyPaths) -> Figure:
             ax.grid(axis="y", color=style.RULE, linewidth=0.5)
     for ax in axes[-1]:
         ax.set_xlabel("threshold on the largest logit")
+    style.legend_below(fig, axes[0][0])
     return fig

@@ -109,6 +109,7 @@ RUNS: pa.Schema = _schema(
     lr=_F64,
     beta1=_F64,
     warmup=_INT,
+    accumulation=_INT,
     attention=_STR,
     tile=_INT,
     tiles=_INT,
@@ -155,11 +156,12 @@ RUNS: pa.Schema = _schema(
 )
 """One row a run, in ``analysis/runs.parquet`` and in the database; losses are the EMA 0.95 of the training loss.
 
-Columns from ``tokenizer`` to ``probe_start_step`` are the run's settings, to select by. ``beta1``: of AdamW, the momentum
-of SGD. ``tile``, ``tiles``: keys a tile and tiles a row of a full context, null for torch's own attention. ``quantities``:
-those of the recurrence that are rounded (``all``, ``none``, or names joined by +), ``bits`` the fewest explicit mantissa
-bits among them, ``rounding`` their modes; ``repair``: source-local repairs; ``attention_gain``: the largest amplification
-of the recurrence's error. ``fault``: kinds of the faults outside attention; ``hold``: steps for which an injected error
-keeps its signs (infinite: for the whole run). ``correction``: kinds of what acts against a collapse (interventions that
-act, ``repair``, ``qk_norm``, ``soft_cap``, ``sigma_reparam``), ``threshold`` that of a live trigger.
+Columns from ``tokenizer`` to ``probe_start_step`` are the run's settings, to select by. ``beta1``: of AdamW, the momentum of
+SGD. ``accumulation``: micro-batches a step. ``tile``, ``tiles``: keys a tile and tiles a row of a full context, null for
+torch's own attention. ``quantities``: those of the recurrence that are rounded (``all``, ``none``, or names joined by +),
+``bits`` the fewest explicit mantissa bits among them, ``rounding`` their modes; ``repair``: source-local repairs;
+``attention_gain``: the largest amplification of the recurrence's error. ``fault``: kinds of the faults outside attention;
+``hold``: steps for which an injected error keeps its signs (infinite: for the whole run). ``correction``: kinds of what acts
+against a collapse (interventions that act, ``repair``, ``qk_norm``, ``soft_cap``, ``sigma_reparam``), ``threshold`` that of a
+live trigger.
 """
