@@ -167,7 +167,7 @@ COMPILED = PATHS.results / "kernels.compiled"
 FIGURES = {
     "dissociation": ("dissociation", "curves", "runs"),
     "probe": ("probe_curves",),
-    "guard": ("guard_curves", "guard_firing"),
+    "guard": ("guard_curves", "guard_firing", "dissociation"),
     "isolation": ("isolation",),
     "generality": ("factorial",),
     "entry": ("entry", "entry_runs", "entry_predictors"),

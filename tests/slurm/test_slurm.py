@@ -39,6 +39,27 @@ def test_the_core_study_is_three_jobs(tmp_path):
     assert len(logs) == 3 and all(log.exists() for log in logs)
 
 
+def test_the_second_set_of_a_portability_trains_in_the_partition_it_is_given(tmp_path):
+    """Three runs in one job of each partition, then what compares them."""
+    second = load_study(TINY).portability.device
+    both = Submission(
+        tmp_path, "portability", "--config", f"study={TINY}",
+        "--group-components", "tiny_runs=3", "tiny_second=3",
+        "--set-resources", "train_second:slurm_partition=backfill",
+    )  # fmt: skip
+    try:
+        assert both.end(2300) == 0, both.said
+    finally:
+        both.interrupt()
+    partitions = [state(job)["Partition"] for job in both.jobs]
+    assert sorted(partitions) == ["backfill", "main", "main"], both.said
+    paths = StudyPaths("tiny", tmp_path)
+    compared = pq.read_table(paths.analysis("portability")).to_pylist()
+    assert len(compared) == 3 and all(pair["identical"] for pair in compared)
+    assert (paths.results / "portability" / second / "runs" / "faulty" / "seed=0").is_dir()
+    assert "portability" in paths.report.read_text()
+
+
 def test_two_runs_share_a_job_and_the_table_over_them_waits_for_it(accident):
     study = accident(gpus=0)
     table = study.submit("--group-components", "tiny_runs=2", files=[study.paths.analysis("runs")])
